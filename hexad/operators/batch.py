@@ -1,0 +1,35 @@
+"""How a step's tokens and their keys and values lie in memory: the arguments that attention and KV operators share.
+
+Batches are ragged and flat: T tokens of B rows, row b's tokens at `query_start[b] : query_start[b + 1]`. Rows need not be sorted. On graph
+replays T and B are padded: a padding token has slot -1 (its KV is not written) and a padding row has seq_len 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """Where one KV group's keys and values are, for this step."""
+
+    query_start: torch.Tensor  # [B + 1] int32
+    seq_lens: torch.Tensor  # [B] int32: keys after this step's tokens are written
+    block_table: torch.Tensor  # [B, max_blocks] int32 (entries past the length, or out of the window, may be -1)
+    slots: torch.Tensor  # [T] int64: block * block_size + offset for each new token's KV; -1 = do not write
+    max_query_len: int
+    max_seq_len: int  # an upper bound is enough
+    block_size: int
+    num_decodes: int  # how many rows, counted from the first, have exactly one query token (0 if unsorted)
+
+
+@dataclass(slots=True)
+class KVPages:
+    """Paged keys and values of one layer: views into the engine's storage."""
+
+    k: torch.Tensor  # [num_blocks, block_size, kv_heads, head_dim]
+    v: torch.Tensor  # [num_blocks, block_size, kv_heads, head_dim]
