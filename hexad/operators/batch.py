@@ -6,8 +6,8 @@ replays T and B are padded: a padding token has slot -1 (its KV is not written) 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ class AttentionBatch:
     max_seq_len: int  # an upper bound is enough
     block_size: int
     num_decodes: int  # how many rows, counted from the first, have exactly one query token (0 if unsorted)
+    scratch: dict[str, Any] = field(default_factory=dict)  # what a provider derives once a step and reuses over the layers
 
 
 @dataclass(slots=True)

@@ -68,7 +68,7 @@ class Registry:
     """Ops, their references and their providers. `choices` records what was bound, for the start-up log."""
 
     _providers: dict[str, list[Provider]] = field(default_factory=dict)
-    _references: dict[str, Kernel] = field(default_factory=dict)
+    _references: dict[str, Callable[[Any], Kernel]] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
 
     def define(self, op: str, reference: Callable[[Any], Kernel]) -> None:
