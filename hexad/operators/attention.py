@@ -5,10 +5,18 @@
 - Row b's queries are its last `query_start[b + 1] - query_start[b]` positions of `seq_lens[b]`; query i sees keys j <= i, and with a window
   only the last `window` of them, itself included. Keys and values of this step were written before (`rope_kv_write`).
 - Query head h reads key head h // (Hq / Hkv). Block table entries of -1 are never read for a visible key.
-- A padding row (seq_len 0) gives anything finite or not: its output is not read.
+- A row reads no other row's keys and nothing past its own length, so that NaN in one row, or stale memory, harms no neighbour.
+- The output of a padding row (seq_len 0) is not read.
+
+The reference sorts a step's rows into pieces once (`AttentionBatch.scratch`) and runs each piece as one fused attention: rows with one
+query are gathered together by similar length, other rows one by one. Query heads that share a key head become queries of that head, so
+that keys are gathered once and never repeated.
 """
 
 from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,51 +26,120 @@ from hexad.operators.batch import AttentionBatch, KVPages
 from hexad.operators.registry import Kernel, registry
 
 
-def gather(pages: torch.Tensor, blocks: torch.Tensor, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-    """Keys or values [Hkv, last - first, D] at positions first .. last - 1 of the row whose table is `blocks`."""
-    size = pages.shape[1]
-    low, high = first // size, -(-last // size)
-    rows = pages[blocks[low:high].long()].flatten(0, 1)  # [(high - low) * size, Hkv, D]
-    return rows[first - low * size : last - low * size].transpose(0, 1).to(dtype)
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows that are computed together: `rows` rows of `queries` queries over `keys` keys each, shorter ones padded and masked."""
+
+    token_index: torch.Tensor | None  # [rows * queries] int64: their places in q; None: all of them, in order
+    slots: torch.Tensor  # [rows * keys] int64: flat slots of the keys; padding repeats the row's own last key
+    mask: torch.Tensor | None  # bool, broadcasts to [rows, queries, keys]: True = visible; None: all are
+    causal: bool  # queries == keys and the mask is the plain triangle
+    rows: int
+    queries: int
+    keys: int
 
 
-def visible(start: int, queries: int, first: int, last: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Which keys first .. last - 1 the queries at start .. start + queries - 1 see: bool [queries, last - first]."""
-    query = torch.arange(start, start + queries, device=device).unsqueeze(1)
-    key = torch.arange(first, last, device=device).unsqueeze(0)
-    seen = key <= query
-    return seen if window is None else seen & (key > query - window)
+def plan_pieces(batch: AttentionBatch, window: int | None) -> list[Piece]:
+    """Cut a step into pieces. Runs once a step, on the host."""
+    starts, lengths = batch.query_start.tolist(), batch.seq_lens.tolist()
+    counts = [high - low for low, high in itertools.pairwise(starts)]
+    decodes = [row for row, (n, length) in enumerate(zip(counts, lengths, strict=True)) if n == 1 and length]
+    pieces = [_decode_piece(batch, rows, starts, lengths, window) for rows in _buckets(decodes, lengths, window)]
+    for row, (n, length) in enumerate(zip(counts, lengths, strict=True)):
+        if n > 1 and length:
+            pieces.append(_chunk_piece(batch, row, starts[row], n, length, window))
+    return pieces
 
 
-def attend_row(args: AttentionArgs, q: torch.Tensor, kv: KVPages, blocks: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """Attention of one row: q [n, Hq, D] -> [n, Hq, D]."""
-    queries = q.shape[0]
-    start = seq_len - queries
-    first = 0 if args.window is None else max(0, start - args.window + 1)
-    k = gather(kv.k, blocks, first, seq_len, args.dtype).unsqueeze(1)  # [Hkv, 1, L, D]
-    v = gather(kv.v, blocks, first, seq_len, args.dtype).unsqueeze(1)
-    group = args.heads // args.kv_heads
-    grouped = q.view(queries, args.kv_heads, group, args.head_dim).permute(1, 2, 0, 3)  # [Hkv, G, n, D]
-    mask = visible(start, queries, first, seq_len, args.window, q.device)
-    if args.softcap is not None:
-        scores = (grouped.float() @ k.float().transpose(-1, -2)) * args.scale
-        scores = (torch.tanh(scores / args.softcap) * args.softcap).masked_fill_(~mask, float("-inf"))
-        out = (scores.softmax(-1) @ v.float()).to(q.dtype)
-    else:
-        expanded = (args.kv_heads, group, seq_len - first, args.head_dim)
-        out = F.scaled_dot_product_attention(grouped, k.expand(expanded), v.expand(expanded), mask, scale=args.scale)
-    return out.permute(2, 0, 1, 3).reshape(queries, args.heads, args.head_dim)
+def _buckets(rows: list[int], lengths: list[int], window: int | None) -> list[list[int]]:
+    """Rows of similar length together, so that padding wastes at most half."""
+    limit = window or max(lengths, default=0)
+    buckets: dict[int, list[int]] = {}
+    for row in rows:
+        buckets.setdefault(max(6, min(lengths[row], limit) - 1).bit_length(), []).append(row)
+    return list(buckets.values())
+
+
+def _decode_piece(batch: AttentionBatch, rows: list[int], starts: list[int], lengths: list[int], window: int | None) -> Piece:
+    device = batch.slots.device
+    firsts = [0 if window is None else max(0, lengths[row] - window) for row in rows]
+    spans = [lengths[row] - first for row, first in zip(rows, firsts, strict=True)]
+    keys = max(spans)
+    first = torch.tensor(firsts, device=device).unsqueeze(1)
+    last = torch.tensor([lengths[row] - 1 for row in rows], device=device).unsqueeze(1)
+    positions = torch.minimum(first + torch.arange(keys, device=device), last)  # [rows, keys]
+    table = batch.block_table if len(rows) == len(lengths) else batch.block_table[rows]
+    slots = table.long().gather(1, positions // batch.block_size) * batch.block_size + positions % batch.block_size
+    mask = None
+    if min(spans) < keys:
+        span = torch.tensor(spans, device=device).unsqueeze(1)
+        mask = (torch.arange(keys, device=device) < span).unsqueeze(1)  # [rows, 1, keys]
+    places = [starts[row] for row in rows]
+    whole = places == list(range(batch.slots.shape[0]))
+    return Piece(None if whole else torch.tensor(places, device=device), slots.flatten(), mask, False, len(rows), 1, keys)
+
+
+def _chunk_piece(batch: AttentionBatch, row: int, start: int, queries: int, length: int, window: int | None) -> Piece:
+    device = batch.slots.device
+    computed = length - queries  # positions before this chunk
+    first = 0 if window is None else max(0, computed - window + 1)
+    positions = torch.arange(first, length, device=device)
+    slots = batch.block_table[row].long()[positions // batch.block_size] * batch.block_size + positions % batch.block_size
+    causal = computed == 0 and (window is None or window >= length)
+    mask = None
+    if not causal:
+        query = torch.arange(computed, length, device=device).unsqueeze(1)
+        mask = positions <= query  # [queries, keys]
+        if window is not None:
+            mask &= positions > query - window
+    index = None if queries == batch.slots.shape[0] else torch.arange(start, start + queries, device=device)
+    return Piece(index, slots, mask, causal, 1, queries, length - first)
+
+
+def attend(args: AttentionArgs, piece: Piece, q: torch.Tensor, kv: KVPages) -> torch.Tensor:
+    """Attention of one piece: q [rows * queries, Hq, D] -> [rows * queries, Hq * D]."""
+    width, group = args.head_dim, args.heads // args.kv_heads
+    grouped = q.view(piece.rows, piece.queries, args.kv_heads, group, width)
+    shape = (piece.rows, piece.keys, args.kv_heads, width)
+    k = kv.k.view(-1, args.kv_heads * width).index_select(0, piece.slots).view(shape).transpose(1, 2).to(q.dtype)  # [rows, Hkv, keys, D]
+    v = kv.v.view(-1, args.kv_heads * width).index_select(0, piece.slots).view(shape).transpose(1, 2).to(q.dtype)
+    if piece.queries == 1:
+        out = _fused(args, grouped.squeeze(1), k, v, piece.mask.unsqueeze(1) if piece.mask is not None else None, causal=False)
+        return out.reshape(piece.rows, -1)  # [rows, Hkv, G, D]
+    heads = grouped.squeeze(0).permute(1, 2, 0, 3)  # [Hkv, G, queries, D]: key heads as the batch, so that k and v are only strided
+    expanded = (args.kv_heads, group, piece.keys, width)
+    out = _fused(args, heads, k.transpose(0, 1).expand(expanded), v.transpose(0, 1).expand(expanded), piece.mask, causal=piece.causal)
+    return out.permute(2, 0, 1, 3).reshape(piece.queries, -1)
+
+
+def _fused(
+    args: AttentionArgs, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
+) -> torch.Tensor:
+    if args.softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=args.scale)
+    scores = torch.tanh((q.float() @ k.float().transpose(-1, -2)) * (args.scale / args.softcap)) * args.softcap
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, float("-inf"))
+    return (scores.softmax(-1) @ v.float()).to(q.dtype)
 
 
 def paged_attention_reference(args: AttentionArgs) -> Kernel:
+    key = f"torch.pieces.{args.window}"
+
     def paged_attention(q: torch.Tensor, kv: KVPages, batch: AttentionBatch) -> torch.Tensor:
-        out = torch.empty(q.shape[0], args.heads, args.head_dim, dtype=q.dtype, device=q.device)
-        starts, lengths = batch.query_start.tolist(), batch.seq_lens.tolist()
-        for row, seq_len in enumerate(lengths):
-            low, high = starts[row], starts[row + 1]
-            if seq_len and high > low:
-                out[low:high] = attend_row(args, q[low:high], kv, batch.block_table[row], seq_len)
-        return out.flatten(1)
+        pieces: list[Piece] | None = batch.scratch.get(key)
+        if pieces is None:
+            pieces = batch.scratch[key] = plan_pieces(batch, args.window)
+        if len(pieces) == 1 and pieces[0].token_index is None:
+            return attend(args, pieces[0], q.contiguous(), kv)
+        out = torch.zeros(q.shape[0], args.heads * args.head_dim, dtype=q.dtype, device=q.device)
+        for piece in pieces:
+            if piece.token_index is None:
+                return attend(args, piece, q.contiguous(), kv)
+            out.index_copy_(0, piece.token_index, attend(args, piece, q.index_select(0, piece.token_index), kv))
+        return out
 
     return paged_attention
 

@@ -15,19 +15,10 @@ from hexad.operators.registry import Kernel, registry
 
 
 def rms_norm_reference(args: NormArgs) -> Kernel:
-    eps = args.eps
-    if args.dtype == torch.float32:
-
-        def rms_norm_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            scale = torch.rsqrt_(x.square().mean(-1, keepdim=True).add_(eps))
-            return (x * scale).mul_(weight)
-
-        return rms_norm_float32
+    shape, eps = (args.hidden,), args.eps
 
     def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        scale = torch.rsqrt_(wide.square().mean(-1, keepdim=True).add_(eps))
-        return wide.mul_(scale).to(x.dtype).mul_(weight)
+        return torch.rms_norm(x, shape, None, eps).mul_(weight)
 
     return rms_norm
 

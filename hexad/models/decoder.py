@@ -1,0 +1,83 @@
+"""The decoder stack: one network for every decoder-only family, driven by a `ModelSpec`."""
+
+from __future__ import annotations
+
+import torch
+
+from hexad.models.inputs import ForwardInputs
+from hexad.models.layers.attention import Attention
+from hexad.models.layers.context import BuildContext
+from hexad.models.layers.mlp import MLP
+from hexad.models.layers.rope import rope_table
+from hexad.operators.args import NormArgs
+from hexad.operators.batch import AttentionBatch, KVPages
+
+
+class DecoderLayer:
+    """Pre-norm block; the residual travels beside the activations so that each addition fuses with the norm after it."""
+
+    def __init__(self, context: BuildContext, index: int, cos_sin: torch.Tensor) -> None:
+        spec, family = context.spec, context.family
+        norm = NormArgs(spec.hidden, spec.norm_eps, context.dtype, context.device.type)
+        self.add_norm = context.bind("add_rms_norm", norm).call
+        self.input_norm = context.vector(context.layer_name(index, family.input_norm), spec.hidden)
+        self.attention = Attention(context, index, cos_sin)
+        self.post_attention_norm = context.vector(context.layer_name(index, family.post_attention_norm), spec.hidden)
+        self.mlp = MLP(context, index)
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, kv: KVPages
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(normed x [T, H], residual [T, H]) -> (output not yet added to the residual, residual)."""
+        x, residual = self.add_norm(self.attention(x, positions, batch, kv), residual, self.post_attention_norm)
+        return self.mlp(x), residual
+
+
+class DecoderModel:
+    """Embedding, layers, final norm, head. Holds parameters alone: keys and values come with each call, nothing is kept between calls."""
+
+    def __init__(self, context: BuildContext, max_len: int) -> None:
+        spec = context.spec
+        self.spec = spec
+        self.embedding = context.embedding()
+        cos_sin = _positions_table(context, max_len)
+        self.layers = [DecoderLayer(context, index, cos_sin) for index in range(spec.num_layers)]
+        norm = NormArgs(spec.hidden, spec.norm_eps, context.dtype, context.device.type)
+        self.norm = context.bind("rms_norm", norm).call
+        self.add_norm = context.bind("add_rms_norm", norm).call
+        self.final_norm = context.vector(context.family.final_norm, spec.hidden)
+        self.head = context.head()
+        self.weight_bytes = context.weight_bytes + cos_sin.nbytes
+        self._group_of_layer = _group_of_layer(context)
+        self._following_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
+
+    def forward(self, inputs: ForwardInputs, kv_layers: list[KVPages]) -> torch.Tensor:
+        """Compute one step's tokens: hidden states after the final norm [T, H]. Writes their keys and values to `kv_layers`."""
+        residual = self.embedding.apply(inputs.token_ids)  # [T, H]
+        if self.spec.embedding_scale != 1.0:
+            residual = residual * self.spec.embedding_scale
+        x: torch.Tensor = self.norm(residual, self.layers[0].input_norm)
+        positions, groups, add_norm = inputs.positions, inputs.attention, self.add_norm
+        for layer, group, following, kv in zip(self.layers, self._group_of_layer, self._following_norms, kv_layers, strict=True):
+            x, residual = layer(x, residual, positions, groups[group], kv)
+            x, residual = add_norm(x, residual, following)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] -> logits [R, vocab] float32."""
+        logits = self.head.apply(hidden).float()
+        softcap = self.spec.final_softcap
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _positions_table(context: BuildContext, max_len: int) -> torch.Tensor:
+    rope = context.spec.rope
+    if rope is None:
+        return torch.empty(0, dtype=torch.float32, device=context.device)
+    return rope_table(rope, max_len, context.spec.max_len, context.device)
+
+
+def _group_of_layer(context: BuildContext) -> list[int]:
+    """KV group of each layer, in layer order."""
+    of_layer = {layer: group for group, (_kind, layers) in enumerate(context.spec.kv_layer_groups) for layer in layers}
+    return [of_layer[layer] for layer in range(context.spec.num_layers)]
