@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 import zmq
@@ -251,7 +250,7 @@ class EngineClient:
                     future.set_exception(HexadError(message.error))
 
     async def _watch_connection(self) -> None:
-        event: dict[str, Any] = await recv_monitor_message(self._monitor)
+        event = await recv_monitor_message(self._monitor)
         log.debug("engine connection lost: %s", event)
         if self.process is None:  # a spawned engine reports its end, with the exit code, through the status pipe
             self._die("the connection to the engine process was lost")
