@@ -24,7 +24,7 @@ import torch
 from hexad.common.errors import ModelError, WeightsError
 from hexad.models.formats import gguf_names
 from hexad.models.formats.dummy import dummy_handles
-from hexad.models.formats.gguf import GGUFFile
+from hexad.models.formats.gguf import GGUFFile, find_gguf
 from hexad.models.formats.handles import TORCH_DTYPES, stored_handle
 from hexad.models.formats.safetensors import read_folder, read_header
 from hexad.models.formats.stored import StoredTensor
@@ -158,22 +158,6 @@ def open_weights(path: Path, spec: ModelSpec, load_format: str = "auto") -> Weig
     store = WeightStore(path, handles, spec)
     _check_head(store, spec)
     return store
-
-
-def find_gguf(path: Path) -> Path:
-    """The GGUF file at `path`: itself, or the only model in the folder.
-
-    Raises:
-        ModelError: none, or several; the message lists them.
-    """
-    if path.is_file():
-        return path
-    files = [p for p in sorted(path.glob("*.gguf")) if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", p.name)]
-    if len(files) == 1:
-        return files[0]
-    if not files:
-        raise ModelError(f"{path}: no *.gguf file here")
-    raise ModelError(f"{path}: several GGUF files ({', '.join(p.name for p in files[:6])}): name one of them")
 
 
 def _detect(path: Path) -> str:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hexad.common.errors import WeightsError
+from hexad.common.errors import ModelError, WeightsError
 from hexad.models.formats.stored import StoredTensor, check_layout, packed_nbytes
 
 MAX_DIMS = 4
@@ -211,21 +210,17 @@ class _Reader:
         return tensors
 
 
-def getter(metadata: dict[str, Any], path: Path) -> Callable[..., Any]:
-    """`get(key, kind, default)` over metadata that checks the type.
+def find_gguf(path: Path) -> Path:
+    """The GGUF file at `path`: itself, or the only model in the folder.
 
-    Raises (on call):
-        WeightsError: the key is missing and has no default, or its value has the wrong type.
+    Raises:
+        ModelError: none, or several; the message lists them.
     """
-
-    def get(key: str, kind: type, default: Any = ...) -> Any:
-        value = metadata.get(key, default)
-        if value is ...:
-            raise WeightsError(f"{path}: metadata key {key!r} is missing: not a complete model file")
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        if value is not default and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
-            raise WeightsError(f"{path}: metadata key {key!r} should be {kind.__name__}, but is {str(value)[:60]!r}")
-        return value
-
-    return get
+    if path.is_file():
+        return path
+    files = [p for p in sorted(path.glob("*.gguf")) if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", p.name)]
+    if len(files) == 1:
+        return files[0]
+    if not files:
+        raise ModelError(f"{path}: no *.gguf file here")
+    raise ModelError(f"{path}: several GGUF files ({', '.join(p.name for p in files[:6])}): name one of them")
