@@ -1,0 +1,31 @@
+"""One thread that runs device work in order, for devices that do not queue by themselves (a CPU)."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+
+class DeviceThread:
+    """Runs jobs one after the other, in the order they came. Jobs must not raise; `close` waits for the ones already queued."""
+
+    def __init__(self, name: str, initialise: Callable[[], None]) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._initialise = initialise
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+
+    def _loop(self) -> None:
+        self._initialise()
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # a job holds tensors: let go before waiting for the next one

@@ -1,0 +1,288 @@
+"""The executor of one device in this process.
+
+On a CPU a worker thread computes: `execute` and `sample` only queue, so that the core plans the next step meanwhile (torch releases the
+interpreter inside operators). On a GPU the caller's thread launches and the stream is the queue; results come back through pinned memory
+and an event.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from hexad.common.config import HexadConfig
+from hexad.common.errors import ConfigError, EngineDeadError, OutOfMemoryError
+from hexad.engine.executor.device_thread import DeviceThread
+from hexad.engine.executor.profile import activation_peak_bytes
+from hexad.engine.executor.seam import LoadReport, Masks
+from hexad.engine.kv import kv_groups, page_bytes
+from hexad.engine.plan import KVBudget, KVLayout, StepPlan, StepResult
+from hexad.engine.runner import Runner, Step, StepOutput
+from hexad.hardware.devices import describe, memory_bytes, resolve_device
+from hexad.models.build import build_model
+from hexad.models.loader import TORCH_DTYPES, open_weights
+from hexad.models.spec import ModelSpec
+from hexad.operators.registry import registry
+
+log = logging.getLogger(__name__)
+
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_MAX_NUM_SEQS = 64
+DEFAULT_MAX_BATCHED_TOKENS = 2_048
+CPU_SHARE = 0.5  # of free memory for KV on a CPU, when the configuration names no size: the machine has other work
+
+
+class LocalExecutor:
+    """Implements the executor seam on one device. `config` is resolved; what is still None takes the defaults above."""
+
+    def __init__(self, config: HexadConfig, spec: ModelSpec, files: Path, device: torch.device | None = None) -> None:
+        self.config = config
+        self.spec = spec
+        self.files = files
+        self.device = device or resolve_device(config.device.device)
+        self.depth = 2 if config.scheduler.async_scheduling else 1
+        self.dtype = _dtype(config.model.dtype, spec)
+        kv_dtype = config.cache.kv_cache_dtype
+        self.kv_dtype = self.dtype if kv_dtype == "auto" else _kv_dtype(kv_dtype)
+        self.block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
+        self.max_num_seqs = config.scheduler.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+        self.max_batched_tokens = config.scheduler.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS
+        self.max_model_len = config.model.max_model_len or spec.max_len
+        self.runner: Runner
+        self._weight_bytes = 0
+        self._thread: DeviceThread | None = None
+        self._closed = False
+
+    def load(self) -> LoadReport:
+        """Read the weights and bind the operators."""
+        if self.config.device.threads:
+            torch.set_num_threads(self.config.device.threads)
+        started = time.perf_counter()
+        store = open_weights(self.files, self.spec, self.config.model.load_format)
+        opened = time.perf_counter()
+        model = build_model(
+            self.spec,
+            store,
+            self.dtype,
+            self.device,
+            self.config.device.operators,
+            kv_dtype=self.kv_dtype,
+            block_size=self.block_size,
+            max_len=self.max_model_len,
+        )
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        built = time.perf_counter()
+        self.runner = Runner(model, self.device, max_num_seqs=self.max_num_seqs, max_model_len=self.max_model_len)
+        self._weight_bytes = model.weight_bytes
+        return LoadReport(
+            device=describe(self.device),
+            dtype=_name(self.dtype),
+            weight_bytes=model.weight_bytes,
+            phases_s={"open": opened - started, "read": built - opened},
+            operators=dict(registry.choices),
+        )
+
+    def kv_bytes(self) -> KVBudget:
+        """Memory left for keys and values, measured after loading.
+
+        Raises:
+            OutOfMemoryError: nothing is left.
+        """
+        breakdown = self._breakdown()
+        available = breakdown.pop("available")
+        page = page_bytes(self.spec, self.kv_dtype, self.block_size)
+        if available < page:
+            listed = ", ".join(f"{name} {value / 2**20:,.0f} MiB" for name, value in breakdown.items())
+            raise OutOfMemoryError(
+                f"no memory is left for keys and values on {describe(self.device)} ({listed}): lower max_num_batched_tokens, "
+                "raise gpu_memory_utilization, or take a smaller model or dtype"
+            )
+        return KVBudget(
+            available_bytes=available,
+            page_bytes=page,
+            block_size=self.block_size,
+            groups=kv_groups(self.spec),
+            breakdown=breakdown,
+        )
+
+    def _breakdown(self) -> dict[str, int]:
+        fixed = self.config.cache.kv_cache_memory_bytes
+        if fixed is not None:
+            return {"weights": self._weight_bytes, "kv_cache_memory_bytes": fixed, "available": fixed}
+        free, total = memory_bytes(self.device)
+        if self.device.type == "cpu":
+            return {"weights": self._weight_bytes, "free": free, "total": total, "available": int(free * CPU_SHARE)}
+        peak = activation_peak_bytes(
+            self.runner.model, self.device, self.max_batched_tokens, self.max_num_seqs, self.block_size, self.kv_dtype
+        )
+        gc.collect()
+        torch.cuda.empty_cache()
+        free, total = memory_bytes(self.device)
+        reserve = int(total * (1 - self.config.cache.gpu_memory_utilization))
+        available = free - peak - reserve
+        return {
+            "total": total,
+            "weights": self._weight_bytes,
+            "free": free,
+            "activations": peak,
+            "reserve": reserve,
+            "available": available,
+        }
+
+    def allocate(self, layout: KVLayout) -> None:
+        """Make the KV pool; the executor is then ready for plans."""
+        if layout.block_size != self.block_size:
+            raise ConfigError(f"block size is {layout.block_size}, the operators were bound for {self.block_size}: use that")
+        self.runner.allocate(layout, self.kv_dtype)
+        if self.device.type == "cpu":
+            threads = torch.get_num_threads()
+            self._thread = DeviceThread("hexad-device", lambda: torch.set_num_threads(threads))
+
+    def execute(self, plan: StepPlan) -> LocalStep:
+        """Queue the forward pass of one plan."""
+        if self._closed:
+            raise EngineDeadError("the executor is closed: start a new one")
+        step = LocalStep(self, self.runner.plan(plan))
+        step.launch()
+        return step
+
+    def close(self) -> None:
+        """Finish what is queued and let go of the device's memory. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is not None:
+            self._thread.close()
+        self.__dict__.pop("runner", None)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class LocalStep:
+    """A step in flight; implements `StepHandle`."""
+
+    def __init__(self, executor: LocalExecutor, step: Step) -> None:
+        self.step_id = step.host.step_id
+        self._runner = executor.runner
+        self._thread = executor._thread
+        self._step = step
+        self._busy_s = 0.0
+        self._failure: BaseException | None = None
+        self._started = torch.cuda.Event(enable_timing=True) if self._thread is None else None
+
+    def launch(self) -> None:
+        if self._thread is not None:
+            self._thread.submit(self._forward)
+            return
+        assert self._started is not None
+        self._started.record()
+        self._forward()
+
+    def sample(self, masks: Masks | None = None) -> LocalPending | CudaPending:
+        if self._thread is not None:
+            pending = LocalPending(self.step_id)
+            self._thread.submit(lambda: self._sample_into(pending, masks))
+            return pending
+        if self._failure is not None:
+            raise EngineDeadError(f"step {self.step_id} failed: {self._failure}") from self._failure
+        assert self._started is not None
+        return CudaPending(self._runner, self._runner.sample(self._step, masks), self._started)
+
+    def drafts(self) -> Mapping[int, tuple[int, ...]]:
+        return {}
+
+    def _forward(self) -> None:
+        started = time.perf_counter()
+        try:
+            self._runner.forward(self._step)
+        except Exception as error:
+            log.exception("step %d failed", self.step_id)
+            self._failure = error
+        self._busy_s = time.perf_counter() - started
+
+    def _sample_into(self, pending: LocalPending, masks: Masks | None) -> None:
+        started = time.perf_counter()
+        try:
+            if self._failure is not None:
+                raise self._failure
+            output = self._runner.sample(self._step, masks)
+            pending.resolve(self._runner.result(output, self._busy_s + time.perf_counter() - started))
+        except Exception as error:
+            log.exception("sampling of step %d failed", self.step_id)
+            pending.fail(error)
+
+
+class LocalPending:
+    """A result that the worker thread delivers; implements `PendingResult`."""
+
+    def __init__(self, step_id: int) -> None:
+        self.step_id = step_id
+        self._ready = threading.Event()
+        self._result: StepResult | None = None
+        self._failure: BaseException | None = None
+
+    def done(self) -> bool:
+        return self._ready.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> StepResult:
+        if not self._ready.wait(timeout_s):
+            raise TimeoutError(f"step {self.step_id} did not finish in {timeout_s} s")
+        if self._failure is not None:
+            raise EngineDeadError(f"step {self.step_id} failed: {self._failure}") from self._failure
+        assert self._result is not None
+        return self._result
+
+    def resolve(self, result: StepResult) -> None:
+        self._result = result
+        self._ready.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._failure = error
+        self._ready.set()
+
+
+class CudaPending:
+    """A result on its way through pinned memory; implements `PendingResult`."""
+
+    def __init__(self, runner: Runner, output: StepOutput, started: torch.cuda.Event) -> None:
+        self._runner = runner
+        self._output = output.to_host()
+        self._started = started
+        self._finished = torch.cuda.Event(enable_timing=True)
+        self._finished.record()
+
+    def done(self) -> bool:
+        return bool(self._finished.query())
+
+    def wait(self, timeout_s: float | None = None) -> StepResult:
+        if timeout_s is not None:
+            deadline = time.monotonic() + timeout_s
+            while not self._finished.query():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"step {self._output.step.host.step_id} did not finish in {timeout_s} s")
+                time.sleep(1e-4)
+        self._finished.synchronize()
+        return self._runner.result(self._output, self._started.elapsed_time(self._finished) / 1e3)
+
+
+def _dtype(name: str, spec: ModelSpec) -> torch.dtype:
+    stored = spec.dtype if spec.dtype in ("float32", "bfloat16", "float16") else "bfloat16"
+    return TORCH_DTYPES[stored if name == "auto" else name]
+
+
+def _kv_dtype(name: str) -> torch.dtype:
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"kv_cache_dtype is {name!r}: this executor stores keys and values as auto, float32, bfloat16 or float16")
+    return TORCH_DTYPES[name]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,60 @@
+"""One step's arrays on the device: two copies a step (one for 64-bit and one for 32-bit numbers), none on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hexad.engine.batch_state import HostStep
+from hexad.operators.batch import AttentionBatch
+
+
+@dataclass(slots=True)
+class DeviceStep:
+    """What the forward pass and sampling read."""
+
+    positions: torch.Tensor  # [T] int64
+    token_index: torch.Tensor  # [T] int64: place in the flattened token table
+    last_token: torch.Tensor  # [S] int64
+    drawn_index: torch.Tensor  # [S] int64: place in the flattened token table of the token to draw
+    attention: tuple[AttentionBatch, ...]
+
+
+def to_device(step: HostStep, table_width: int, block_size: int, device: torch.device) -> DeviceStep:
+    """Send a step's arrays to `device`. Does not wait."""
+    rows = step.sampled
+    drawn_index = step.slots[rows] * table_width + step.starts[rows] + step.counts[rows]
+    wide = _send([step.positions, step.token_index, step.last_token, drawn_index, *step.kv_slots], device)
+    narrow = _send([step.query_start, step.seq_lens, *step.block_tables], device)
+    groups = len(step.kv_slots)
+    attention = tuple(
+        AttentionBatch(
+            query_start=narrow[0],
+            seq_lens=narrow[1],
+            block_table=narrow[2 + group],
+            slots=wide[4 + group],
+            max_query_len=step.max_query_len,
+            max_seq_len=step.max_seq_len,
+            block_size=block_size,
+            num_decodes=step.num_decodes,
+        )
+        for group in range(groups)
+    )
+    return DeviceStep(wide[0], wide[1], wide[2], wide[3], attention)
+
+
+def _send(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """The arrays (one dtype) on `device`, packed into one transfer."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    sizes = [array.size for array in arrays]
+    # pinned memory comes from torch's caching allocator, which reuses a buffer only after the copy from it is done
+    staging = torch.empty(sum(sizes), dtype=torch.from_numpy(arrays[0]).dtype, pin_memory=True)
+    np.concatenate([array.reshape(-1) for array in arrays], out=staging.numpy())
+    parts = staging.to(device, non_blocking=True).split(sizes)
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
