@@ -1,8 +1,8 @@
 """Stop strings in text that arrives in pieces. No torch.
 
-The rule is a property of the whole text, so it does not depend on how it was cut into pieces: of all occurrences of all stop strings the one
-that starts first wins; of several that start there, the shortest. Text is held back only as long as it could still become (part of) such an
-occurrence: its longest suffix that begins a stop string.
+The rule is a property of the whole text, so it does not depend on how that was cut into pieces: of all occurrences of all stop strings the
+one that starts first wins; of several that start there, the shortest. Text is held back only as long as it could still become (part of)
+such an occurrence: its longest suffix that begins a stop string.
 """
 
 from __future__ import annotations
