@@ -1,0 +1,100 @@
+"""The FastAPI application: routes, and the middleware around them. No state of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+import hexad
+from hexad.application.api import health, tokens
+from hexad.application.api.auth import OPEN_PATHS, Authenticate, Keys
+from hexad.application.api.chat import chat_completions
+from hexad.application.api.completions import completions
+from hexad.application.api.errors import CatchErrors, on_hexad_error, on_http_exception
+from hexad.application.api.middleware import LimitBody, RequestContext
+from hexad.application.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from hexad.application.api.state import ServerState
+from hexad.common.errors import HexadError
+
+Handler = Callable[[ServerState, Request], Awaitable[Response]]
+
+GET: dict[str, Handler] = {
+    "/health": health.ready,
+    "/health/live": health.live,
+    "/health/ready": health.ready,
+    "/ping": health.ready,
+    "/version": health.version,
+    "/load": health.load,
+    "/metrics": health.metrics,
+    "/v1/models": health.models,
+    "/v1/models/{model_id:path}": health.model,
+}
+POST: dict[str, tuple[Handler, type[Any]]] = {
+    "/v1/completions": (completions, CompletionRequest),
+    "/v1/chat/completions": (chat_completions, ChatRequest),
+    "/tokenize": (tokens.tokenize, TokenizeRequest),
+    "/detokenize": (tokens.detokenize, DetokenizeRequest),
+}
+
+
+def build_app(state: ServerState) -> FastAPI:
+    """Everything between the socket and the handlers.
+
+    From outside in: id and access record, CORS, errors, keys, body size, routes. Bodies are read by the handlers themselves (FastAPI
+    would answer 422 in its own format), so the schema in /openapi.json is given beside the route.
+    """
+    app = FastAPI(title="Hexad", version=hexad.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    for path, handler in GET.items():
+        app.add_api_route(path, _endpoint(handler, state), methods=["GET"], response_class=Response, name=path)
+        app.add_api_route(path, _endpoint(handler, state), methods=["HEAD"], include_in_schema=False)
+    for path, (handler, schema) in POST.items():
+        body = {"requestBody": {"required": True, "content": {"application/json": {"schema": _schema(schema)}}}}
+        app.add_api_route(path, _endpoint(handler, state), methods=["POST"], response_class=Response, name=path, openapi_extra=body)
+    app.add_exception_handler(HexadError, on_hexad_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(RequestValidationError, on_hexad_error)
+    server = state.config.server
+    app.add_middleware(LimitBody, max_bytes=server.max_body_bytes)  # the one added last is outermost
+    app.add_middleware(Authenticate, keys=Keys(server.api_key))
+    app.add_middleware(CatchErrors)
+    if server.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(server.allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-hexad-ignored", "retry-after"],
+        )
+    app.add_middleware(RequestContext, metrics=state.metrics, quiet_paths=OPEN_PATHS | {"/metrics"})
+    return app
+
+
+def _endpoint(handler: Handler, state: ServerState) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return await handler(state, request)
+
+    endpoint.__doc__ = handler.__doc__
+    return endpoint
+
+
+def _schema(model: type[Any]) -> dict[str, Any]:
+    """The JSON schema of a request, with its definitions put in place of the references to them."""
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def inline(node: Any) -> Any:
+        if isinstance(node, dict):
+            if "$ref" in node:
+                return inline(definitions[node["$ref"].rpartition("/")[2]])
+            return {key: inline(value) for key, value in node.items()}
+        return [inline(item) for item in node] if isinstance(node, list) else node
+
+    result: dict[str, Any] = inline(schema)
+    return result

@@ -1,0 +1,57 @@
+"""Reading a JSON body: every way in which it can be malformed is a 400 with a reason."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from hexad.common.errors import RequestError
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The request's body as a JSON object.
+
+    Raises:
+        RequestError: not UTF-8, not JSON, nested too deeply, or not an object.
+    """
+    return parse_object(await request.body())
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """`data` as a JSON object. NaN and infinities pass, so that the check of ranges can name their field."""
+    if not data:
+        raise _malformed("the body is empty: send a JSON object")
+    try:
+        value = msgspec.json.decode(data)
+    except RecursionError:
+        raise _malformed("the body is nested too deeply") from None
+    except msgspec.MsgspecError as error:
+        value = _lenient(data, error)
+    if not isinstance(value, dict):
+        raise _malformed(f"the body is a JSON {_kind(value)}: send an object")
+    return value
+
+
+def _lenient(data: bytes, error: Exception) -> Any:
+    """What the strict parser refuses but a caller's JSON library may write: NaN, Infinity, numbers out of range."""
+    try:
+        value = json.loads(data)
+        json.dumps(value, ensure_ascii=False).encode()  # lone surrogates parse, but are no text
+    except UnicodeError:
+        raise _malformed("the body is not valid UTF-8 text") from None
+    except RecursionError:
+        raise _malformed("the body is nested too deeply") from None
+    except ValueError:
+        raise _malformed(f"the body is not valid JSON: {error}") from None
+    return value
+
+
+def _kind(value: Any) -> str:
+    return {list: "array", str: "string", bool: "boolean", type(None): "null"}.get(type(value), "number")
+
+
+def _malformed(message: str) -> RequestError:
+    return RequestError(message, code="malformed_body")

@@ -1,0 +1,89 @@
+"""Errors as answers: the OpenAI body, the status, and the headers that belong to it. Everything that fails goes through here."""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hexad.application.api import wire
+from hexad.application.api.admission import retry_after_header
+from hexad.common.errors import AuthenticationError, HexadError, NotFoundError, RequestError
+
+log = logging.getLogger("hexad.api")
+
+
+class MethodNotAllowedError(RequestError):
+    """The route exists, not with this method."""
+
+    status = 405
+    default_code = "method_not_allowed"
+
+
+def error_response(error: HexadError) -> Response:
+    """`error` as an HTTP response."""
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = retry_after_header(error.retry_after_s)
+    if isinstance(error, AuthenticationError):
+        headers["www-authenticate"] = "Bearer"
+    return Response(wire.encode(error.body()), status_code=error.status, headers=headers, media_type="application/json")
+
+
+def as_hexad_error(error: BaseException) -> HexadError:
+    """`error` itself, or for an unforeseen one a 500 without its text (which is logged)."""
+    if isinstance(error, HexadError):
+        return error
+    log.error("unforeseen error while serving a request", exc_info=error)
+    return HexadError("internal error: the server's log has the details")
+
+
+def from_http_exception(request: Request, error: HTTPException) -> HexadError:
+    """What the router raises, in our words."""
+    what = f"{request.method[:20]} {request.url.path[:200]}"
+    if error.status_code == 404:
+        return NotFoundError(f"there is no route {what}: see /openapi.json")
+    if error.status_code == 405:
+        return MethodNotAllowedError(f"{what} is not allowed: this route takes {(error.headers or {}).get('Allow', 'another method')}")
+    return RequestError(f"{what}: {error.detail}")
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = error_response(from_http_exception(request, error))
+    for name, value in (error.headers or {}).items():
+        response.headers[name] = value
+    return response
+
+
+async def on_hexad_error(_request: Request, error: Exception) -> Response:
+    return error_response(as_hexad_error(error))
+
+
+class CatchErrors:
+    """ASGI middleware: an exception before the response has started becomes an error response; after that the connection ends."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        async def watch(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watch)
+        except Exception as error:
+            failure = as_hexad_error(error)
+            if started:
+                raise ConnectionError(failure.message) from None
+            await error_response(failure)(scope, receive, send)

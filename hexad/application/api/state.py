@@ -1,0 +1,100 @@
+"""What all handlers share: the engine connection, the tokenizer, the template, and the limits that follow from them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from hexad.application.api.admission import Admission
+from hexad.common.config import HexadConfig
+from hexad.common.errors import NotFoundError
+from hexad.common.metrics import MetricsRegistry
+from hexad.orchestration.detokenize import TextTokenizer
+from hexad.orchestration.messages import Submit, Welcome
+from hexad.orchestration.stream import RequestStream
+
+T = TypeVar("T")
+TEXT_THREADS = 4
+
+
+class Engine(Protocol):
+    """What the API needs of the engine client; tests bring their own."""
+
+    welcome: Welcome
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    def submit(self, submit: Submit) -> RequestStream: ...
+
+    async def call(self, method: str, timeout_s: float = 30.0) -> dict[str, float | int | str | None]: ...
+
+
+class Tokenizer(TextTokenizer, Protocol):
+    """Both ways between text and ids. Thread-safe."""
+
+    def encode(self, text: str, add_special_tokens: bool = ...) -> Sequence[int]: ...
+
+
+class Template(Protocol):
+    """Messages to prompt text. Thread-safe, bounded in time and size.
+
+    Raises:
+        RequestError: the template refuses the messages, with its own words.
+    """
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **variables: Any) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerState:
+    """Immutable references; the parts that change (admission, metrics) look after themselves. Event-loop bound."""
+
+    config: HexadConfig  # resolved
+    engine: Engine
+    tokenizer: Tokenizer
+    template: Template | None  # None: the model has no chat template
+    models: tuple[str, ...]  # names the API answers to, the first one is reported
+    metrics: MetricsRegistry
+    admission: Admission
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # from the model's generation_config.json
+    eos_token_ids: tuple[int, ...] = ()
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    text_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "hexad-text"))
+
+    @property
+    def context(self) -> int:
+        """Longest sequence, prompt and output, in tokens."""
+        return self.engine.welcome.max_len
+
+    @property
+    def pool(self) -> int:
+        """Tokens that one request may keep in the KV memory."""
+        return self.engine.welcome.max_request_blocks_tokens
+
+    def resolve_model(self, name: str | None) -> str:
+        """The name to report for the model that a request asks for (absent: the first).
+
+        Raises:
+            NotFoundError: no such model here.
+        """
+        if name is None:
+            return self.models[0]
+        if name not in self.models:
+            raise NotFoundError(
+                f"there is no model {name[:200]!r} here: this server has {', '.join(self.models)}",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+    async def in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        """Run text work (templates, tokenising) away from the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.text_threads, work, *args)
+
+    def close(self) -> None:
+        self.text_threads.shutdown(wait=False, cancel_futures=True)
