@@ -76,16 +76,16 @@ class Metric(NamedTuple):
 
 
 METRICS: Final[tuple[Metric, ...]] = (
-    Metric("num_requests_running", "gauge", "engine", "Requests in the running batch.", stat="running"),
-    Metric("num_requests_waiting", "gauge", "engine", "Requests waiting to be scheduled.", stat="waiting"),
+    Metric("num_requests_running", "gauge", "engine", "Requests in the running batch.", stat="num_running"),
+    Metric("num_requests_waiting", "gauge", "engine", "Requests waiting to be scheduled.", stat="num_waiting"),
     Metric("kv_cache_usage_perc", "gauge", "engine", "Share of KV blocks held by requests, 0 to 1.", stat="kv_usage"),
     Metric("cache_config_info", "info", "engine", "KV cache configuration.", ("model_name", "block_size", "num_gpu_blocks", "cache_dtype")),
-    Metric("prefix_cache_queries", "counter", "engine", "Prompt tokens looked up in the prefix cache.", stat="prefix_queries"),
-    Metric("prefix_cache_hits", "counter", "engine", "Prompt tokens found in the prefix cache.", stat="prefix_hits"),
-    Metric("num_preemptions", "counter", "engine", "Requests preempted for lack of KV blocks.", stat="preemptions"),
+    Metric("prefix_cache_queries", "counter", "engine", "Prompt tokens looked up in the prefix cache.", stat="prefix_queries_total"),
+    Metric("prefix_cache_hits", "counter", "engine", "Prompt tokens found in the prefix cache.", stat="prefix_hits_total"),
+    Metric("num_preemptions", "counter", "engine", "Requests preempted for lack of KV blocks.", stat="preemptions_total"),
     Metric("iteration_tokens_total", "histogram", "engine", "Tokens of an engine step.", buckets=STEP_TOKENS, stat="iteration_tokens"),
     Metric("step_time_seconds", "histogram", "engine", "Launch to result of a step.", buckets=TOKEN_SECONDS, vllm=False, stat="step_s"),
-    Metric("engine_steps", "counter", "engine", "Engine steps.", vllm=False, stat="steps"),
+    Metric("engine_steps", "counter", "engine", "Engine steps.", vllm=False, stat="steps_total"),
     Metric("device_busy_seconds", "counter", "engine", "Time in which the device computed.", vllm=False, stat="device_busy_s"),
     Metric("engine_up", "gauge", "engine", "1 while the engine process answers.", vllm=False, stat="up"),
     Metric("prompt_tokens", "counter", "request", "Prompt tokens of requests that ended."),

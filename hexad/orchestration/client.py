@@ -162,10 +162,10 @@ class EngineClient:
         self._send(submit)
         return stream
 
-    def abort(self, request_id: str) -> None:
-        """Stop a request; its stream ends with finish_reason "abort" for each live choice. Unknown ids are ignored."""
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """Stop a request, or one choice of it; the stream gets finish_reason "abort" for each live choice. Unknown ids are ignored."""
         if self.is_alive and request_id in self._streams:
-            self._send(Abort((request_id,)))
+            self._send(Abort((request_id,), choice))
 
     async def call(self, method: str, timeout_s: float = 30.0) -> Stats:
         """A utility call: "stats", "reset_prefix_cache", "ping", "drain".

@@ -57,10 +57,11 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Stop these requests; each live choice ends with finish_reason "abort". Unknown ids are ignored."""
 
     request_ids: tuple[str, ...]
+    choice: int | None = None  # only this choice of each (its text ended at a stop string); None: all
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
-    """A utility call: "stats", "reset_prefix_cache", "ping", "drain"."""
+    """A utility call: "stats", "reset_prefix_cache", "ping", "drain", and "goodbye" (the front end leaves; not answered)."""
 
     call_id: int
     method: str

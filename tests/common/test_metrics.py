@@ -59,7 +59,7 @@ def test_engine_numbers_and_its_death() -> None:
     plan = StepPlan(step_id=0, rows=(Row(rid=0, start=0, num_tokens=9, samples=True),), num_tokens=9)
     steps.on_result(plan, StepResult(step_id=0, rows=()), 0.004)
     registry.set_cache_info(block_size=16, num_blocks=100, cache_dtype="bfloat16")
-    registry.set_engine_stats({"running": 3, "waiting": 1, "preemptions": 2, **steps.stats()})
+    registry.set_engine_stats({"num_running": 3, "num_waiting": 1, "preemptions_total": 2, **steps.stats()})
     got = samples(registry)
     assert got["hexad:num_requests_running", ""] == 3
     assert got["hexad:num_preemptions_total", ""] == 2
