@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from hexad.common.errors import ModelError
 from hexad.models.formats import gguf_config, hf_config
+from hexad.models.formats.files import read_json
 from hexad.models.formats.gguf import GGUFFile, find_gguf
 from hexad.models.spec import ModelSpec
-
-MAX_CONFIG_BYTES = 16 * 2**20
 
 
 def read_spec(path: Path, *, name: str | None = None) -> ModelSpec:
@@ -43,24 +39,3 @@ def is_gguf(path: Path) -> bool:
     if path.is_file():
         return path.suffix == ".gguf"
     return any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a model's file; None if there is no such file.
-
-    Raises:
-        ModelError: too large, not JSON, or not an object.
-    """
-    try:
-        if not path.is_file():
-            return None
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ModelError(f"{path}: {path.stat().st_size:,} bytes; a configuration has at most {MAX_CONFIG_BYTES:,}")
-        value = msgspec.json.decode(path.read_bytes())
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelError(f"{path}: not valid JSON ({error}): fetch it again") from None
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: should be a JSON object, but is {type(value).__name__}")
-    return value
