@@ -53,7 +53,7 @@ def to_token_logprobs(tensors: LogprobTensors, tops: Sequence[int]) -> list[Toke
 
 def gather_in_blocks(logits: Tensor, rows: Tensor, best: Tensor, token_ids: Tensor, top: int, block_rows: int) -> LogprobTensors:
     """`gather_logprobs` of the rows `rows` [N] of a batch, `block_rows` at a time so that memory is bounded."""
-    parts = [gather_logprobs(logits[block], best[block], token_ids[block], top) for block in rows.split(block_rows)]
+    parts = [gather_logprobs(logits[block], best[block], token_ids[block], top) for block in torch.split(rows, block_rows)]
     return parts[0] if len(parts) == 1 else _concatenate(parts)
 
 

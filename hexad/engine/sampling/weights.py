@@ -41,7 +41,7 @@ def rank_keys(shifted: Tensor) -> Tensor:
 
 def key_ids(keys: Tensor) -> Tensor:
     """The token ids inside rank keys."""
-    return keys & (2**_ID_BITS - 1)
+    return keys.bitwise_and(2**_ID_BITS - 1)
 
 
 def best_first(keys: Tensor, count: int) -> Tensor:
