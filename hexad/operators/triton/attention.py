@@ -1,0 +1,204 @@
+"""`paged_attention` on NVIDIA GPUs: decode rows through split keys, the others through the prefill kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from hexad.operators.args import AttentionArgs
+from hexad.operators.batch import AttentionBatch, KVPages
+from hexad.operators.registry import Kernel
+from hexad.operators.triton.decode import ITEM_FIELDS, combine_kernel, decode_kernel, plan_kernel
+from hexad.operators.triton.launch import Launcher, Target, pow2, target
+from hexad.operators.triton.prefill import prefill_kernel
+
+PAGES = (16, 32, 64, 128, 256)
+MAX_ROWS = 4096
+PLAN_ITEMS = 16  # items a program of the plan
+Split = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]  # items, starts, partial, stats, capacity
+WANTED_PROGRAMS = 4  # decode programs a multiprocessor that fill the card
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes of one attention kernel."""
+
+    tile: int  # keys
+    warps: int
+    stages: int
+    queries: int = 0  # prefill only
+
+
+def decode_tiles(dim_pad: int, item_bytes: int, capability: int) -> Tiles:
+    """Keys a tile so that K and V of all stages fit two programs a multiprocessor (one where shared memory is small)."""
+    stage_bytes = 2 * 64 * dim_pad * item_bytes
+    tile = 64 if stage_bytes <= 32 * 1024 else max(16, 64 * 32 * 1024 // stage_bytes)
+    return Tiles(tile, warps=4, stages=2 if capability == 89 else 3)
+
+
+def prefill_tiles(dim_pad: int, item_bytes: int, capability: int, max_queries: int) -> Tiles:
+    """Tiles that keep the accumulator in registers and two programs a multiprocessor where they fit."""
+    if item_bytes == 4:  # no matrix units in full precision
+        return Tiles(tile=32 if dim_pad <= 128 else 16, warps=4, stages=1, queries=32)
+    if max_queries <= 64 or dim_pad > 128:
+        return Tiles(tile=64 if dim_pad <= 128 else 32, warps=4, stages=2, queries=64)
+    return Tiles(tile=64, warps=4 if capability >= 90 else 8, stages=3 if capability >= 90 else 2, queries=128)
+
+
+class _Layout:
+    """The launchers for one layout of queries and pages (strides are constants of the kernels)."""
+
+    def __init__(self, args: AttentionArgs, on: Target, q_stride: int, page: int, strides: tuple[int, ...], *, tensor_copies: bool) -> None:
+        self.args, self.on, self.page, self.strides = args, on, page, strides
+        self.group = args.heads // args.kv_heads
+        self.dim_pad = max(16, pow2(args.head_dim))
+        self.precision = "ieee" if args.dtype == torch.float32 else "tf32"
+        self.shared = {
+            "Q_STRIDE": q_stride, "PAGE": page, "BLOCK_STRIDE": strides[0], "TOKEN_STRIDE": strides[1], "HEAD_STRIDE": strides[2],
+            "SCALE": args.scale, "SOFTCAP": args.softcap or 0.0,
+        }  # fmt: skip
+        kv_bytes = args.kv_dtype.itemsize
+        self.decode_tiles = decode_tiles(self.dim_pad, max(kv_bytes, args.dtype.itemsize), on.capability)
+        self.copies = tensor_copies and all(stride * kv_bytes % 16 == 0 for stride in strides[:3])
+        self.wanted = triton.cdiv(WANTED_PROGRAMS * on.multiprocessors, args.kv_heads)
+        self._prefill: dict[bool, tuple[Tiles, Launcher]] = {}
+        self._plan: dict[int, Launcher] = {}
+        self._descriptors: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self._decode = self._make_decode()
+        combine = {"HEADS": args.heads, "DIM": args.head_dim, "DIM_PAD": self.dim_pad, "PARTS": 16, "PDL": on.tensor_copies}
+        self._combine = Launcher(combine_kernel, combine, num_warps=4, pdl=on.tensor_copies)
+
+    def _make_decode(self) -> Launcher:
+        args, tiles = self.args, self.decode_tiles
+        constants = {
+            "HEADS": args.heads, "GROUP": self.group, "GROUP_PAD": max(16, pow2(self.group)), "DIM": args.head_dim,
+            "DIM_PAD": self.dim_pad, **self.shared, "TILE": tiles.tile, "STAGES": tiles.stages,
+            "TENSOR_COPY": self._copied(tiles.tile), "PRECISION": self.precision, "PDL": self.on.tensor_copies,
+        }  # fmt: skip
+        return Launcher(decode_kernel, constants, num_warps=tiles.warps, num_stages=tiles.stages, pdl=self.on.tensor_copies)
+
+    def _copied(self, tile: int) -> bool:
+        return self.copies and self.page % tile == 0
+
+    def prefill_launcher(self, *, short: bool) -> tuple[Tiles, Launcher]:
+        if short not in self._prefill:
+            args = self.args
+            tiles = prefill_tiles(self.dim_pad, args.dtype.itemsize, self.on.capability, 64 if short else 128)
+            constants = {
+                "HEADS": args.heads, "GROUP": self.group, "DIM": args.head_dim, "DIM_PAD": self.dim_pad, **self.shared,
+                "WINDOW": args.window or 0, "QUERIES": tiles.queries, "TILE": tiles.tile, "STAGES": tiles.stages,
+                "TENSOR_COPY": self._copied(tiles.tile), "PRECISION": self.precision, "PDL": self.on.tensor_copies,
+            }  # fmt: skip
+            launcher = Launcher(prefill_kernel, constants, num_warps=tiles.warps, num_stages=tiles.stages, pdl=self.on.tensor_copies)
+            self._prefill[short] = (tiles, launcher)
+        return self._prefill[short]
+
+    def plan_launcher(self, rows: int) -> Launcher:
+        padded = next(size for size in (64, 256, 1024, MAX_ROWS) if size >= rows)
+        if padded not in self._plan:
+            constants = {
+                "ROWS": padded, "TILE": self.decode_tiles.tile, "WINDOW": self.args.window or 0,
+                "ITEMS": PLAN_ITEMS, "PDL": self.on.tensor_copies,
+            }  # fmt: skip
+            self._plan[padded] = Launcher(plan_kernel, constants, num_warps=8, pdl=self.on.tensor_copies)
+        return self._plan[padded]
+
+    def descriptors(self, kv: KVPages, tile: int) -> tuple[Any, Any]:
+        """Tensor maps of K and V as [blocks, heads, page, dim], or (None, None) where tiles are read through pointers."""
+        if not self._copied(tile):
+            return None, None
+        key = (kv.k.data_ptr(), tile)
+        made = self._descriptors.get(key)
+        if made is None:
+            blocks, page, heads, dim = kv.k.shape
+            shape = [blocks, heads, page, dim]
+            strides = [self.strides[0], self.strides[2], self.strides[1], 1]
+            box = [1, 1, tile, self.dim_pad]
+            made = TensorDescriptor(kv.k, shape, strides, box), TensorDescriptor(kv.v, shape, strides, box)
+            self._descriptors[key] = made
+        return made
+
+    def split(self, batch: AttentionBatch, rows: int) -> Split:
+        """Items, first items of rows, and room for partial results; made once a step and kept in `batch.scratch`.
+
+        While a graph is captured the plan must be part of it, so one made before does not serve.
+        """
+        device = batch.seq_lens.device
+        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        tile, window = self.decode_tiles.tile, self.args.window
+        splits: dict[tuple, Split] = batch.scratch.setdefault("triton.splits", {})
+        key = (captured, rows, tile, window, self.wanted, self.args.heads, self.dim_pad)
+        made = splits.get(key)
+        if made is None:
+            wanted = max(self.wanted, rows)
+            capacity = wanted + rows
+            items = torch.empty((capacity, ITEM_FIELDS), dtype=torch.int32, device=device)
+            starts = torch.empty(rows + 1, dtype=torch.int32, device=device)
+            partial = torch.empty((capacity, self.args.heads, self.dim_pad), dtype=torch.float32, device=device)
+            stats = torch.empty((capacity, self.args.heads, 2), dtype=torch.float32, device=device)
+            grid = (triton.cdiv(capacity, PLAN_ITEMS), 1, 1)
+            self.plan_launcher(rows)(grid, batch.seq_lens, items, starts, rows, wanted, capacity)
+            made = splits[key] = (items, starts, partial, stats, capacity)
+        return made
+
+    def decode(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, rows: int, out: torch.Tensor) -> None:
+        items, starts, partial, stats, capacity = self.split(batch, rows)
+        k_desc, v_desc = self.descriptors(kv, self.decode_tiles.tile)
+        self._decode(
+            (self.args.kv_heads, capacity, 1),
+            q, kv.k, kv.v, k_desc, v_desc, batch.block_table, items, partial, stats, out, batch.block_table.stride(0),
+        )  # fmt: skip
+        self._combine((rows, self.args.heads, 1), partial, stats, starts, out)
+
+    def prefill(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, first_row: int, out: torch.Tensor) -> None:
+        rows = batch.seq_lens.shape[0] - first_row
+        tiles, launch = self.prefill_launcher(short=batch.max_query_len <= 64)
+        k_desc, v_desc = self.descriptors(kv, tiles.tile)
+        launch(
+            (triton.cdiv(batch.max_query_len, tiles.queries), self.args.heads, rows),
+            q, kv.k, kv.v, k_desc, v_desc, batch.block_table, batch.query_start, batch.seq_lens, out,
+            batch.block_table.stride(0), first_row,
+        )  # fmt: skip
+
+
+def attention_reasons(args: AttentionArgs) -> list[str]:
+    """Why these kernels cannot serve `args`."""
+    reasons = []
+    if args.heads % args.kv_heads:
+        reasons.append(f"{args.heads} heads are not a multiple of {args.kv_heads} key heads")
+    if args.head_dim > 256:
+        reasons.append(f"head size {args.head_dim} is over 256")
+    if args.block_size not in PAGES:
+        reasons.append(f"block size {args.block_size} is not one of {', '.join(map(str, PAGES))}")
+    if args.scale <= 0:
+        reasons.append(f"scale {args.scale} is not positive")
+    return reasons
+
+
+def bind_paged_attention(args: AttentionArgs, *, tensor_copies: bool | None = None) -> Kernel:
+    """`tensor_copies` False keeps Hopper's copy engine out; None uses it where the card has it."""
+    on = target()
+    copies = on.tensor_copies if tensor_copies is None else tensor_copies
+    layouts: dict[tuple[int, ...], _Layout] = {}
+
+    def paged_attention(q: torch.Tensor, kv: KVPages, batch: AttentionBatch) -> torch.Tensor:
+        strides = kv.k.stride()
+        key = (q.stride(0), kv.k.shape[1], *strides)
+        layout = layouts.get(key)
+        if layout is None:
+            assert kv.v.stride() == strides and strides[3] == 1, "keys and values must have the same strides and contiguous heads"
+            assert q.stride(2) == 1 and (q.stride(1) == args.head_dim or args.heads == 1), "query heads must be contiguous"
+            layout = layouts[key] = _Layout(args, on, q.stride(0), kv.k.shape[1], strides, tensor_copies=copies)
+        out = torch.empty((q.shape[0], args.heads * args.head_dim), dtype=q.dtype, device=q.device)
+        rows, decodes = batch.seq_lens.shape[0], batch.num_decodes
+        if decodes:
+            layout.decode(q, kv, batch, decodes, out)
+        if decodes < rows:
+            layout.prefill(q, kv, batch, decodes, out)
+        return out
+
+    return paged_attention

@@ -1,0 +1,217 @@
+"""Paged attention of rows with one query token (decode), with keys split over programs.
+
+The split is planned on the device, once a step and KV group, from the lengths alone: grids depend only on the number of rows, so a
+captured graph serves any lengths. The plan cuts rows into items of about equal numbers of keys (a row up to 1.25 times the chunk stays
+whole), so that a ragged batch keeps every multiprocessor busy. A row of one item writes its output; partial results of the others are
+merged by `combine_kernel`.
+"""
+
+# mypy: allow-incomplete-defs, allow-untyped-defs
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+ITEM_FIELDS = 4  # row, first key, key past the last, 1 if the row has no other item
+
+
+@triton.jit(do_not_specialize=["num_rows", "wanted", "capacity"])
+def plan_kernel(
+    seq_lens_ptr,
+    items_ptr,
+    starts_ptr,
+    num_rows,
+    wanted,
+    capacity,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ITEMS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ITEMS items a program. `wanted` items is what fills the card; `starts[b]` is the first item of row b."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.arange(0, ROWS)
+    length = tl.load(seq_lens_ptr + row, mask=row < num_rows, other=0)
+    first = tl.zeros([ROWS], tl.int32)
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    first_tile = first // TILE
+    tiles = (length + TILE - 1) // TILE - first_tile
+    chunk = tl.maximum((tl.sum(tiles, 0) + wanted - 1) // wanted, 1)
+    parts = tl.where(tiles > 0, tl.maximum((4 * tiles + 5 * chunk - 1) // (5 * chunk), 1), 0)
+    ends = tl.cumsum(parts, 0)
+    starts = ends - parts
+    total = tl.sum(parts, 0)
+    if tl.program_id(0) == 0:
+        tl.store(starts_ptr + row, starts, mask=row < num_rows)
+        tl.store(starts_ptr + num_rows, total)
+    item = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    owner = tl.sum((ends[None, :] <= item[:, None]).to(tl.int32), 1)  # rows that end before this item
+    mine = row[None, :] == owner[:, None]  # [ITEMS, ROWS], one true a line
+    part = item - tl.sum(tl.where(mine, starts[None, :], 0), 1)
+    count = tl.maximum(tl.sum(tl.where(mine, parts[None, :], 0), 1), 1)
+    row_tiles = tl.sum(tl.where(mine, tiles[None, :], 0), 1)
+    row_first = tl.sum(tl.where(mine, first[None, :], 0), 1)
+    row_length = tl.sum(tl.where(mine, length[None, :], 0), 1)
+    base = row_first // TILE
+    low = tl.maximum((base + part * row_tiles // count) * TILE, row_first)
+    high = tl.minimum((base + (part + 1) * row_tiles // count) * TILE, row_length)
+    real = item < total
+    kept = item < capacity
+    record = items_ptr + item * 4
+    tl.store(record, tl.where(real, owner, -1), mask=kept)
+    tl.store(record + 1, low, mask=kept)
+    tl.store(record + 2, high, mask=kept)
+    tl.store(record + 3, (count == 1).to(tl.int32), mask=kept)
+
+
+@triton.jit
+def soft_cap(scores, SOFTCAP: tl.constexpr):
+    """SOFTCAP * tanh(scores / SOFTCAP); exact at both ends."""
+    return SOFTCAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634 / SOFTCAP)) + 1.0))
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_desc,
+    v_desc,
+    table_ptr,
+    items_ptr,
+    partial_ptr,
+    stats_ptr,
+    out_ptr,
+    table_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # 0: none
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    TENSOR_COPY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One item and one key head a program; the queries of the group are the rows of the products."""
+    kv_head = tl.program_id(0)
+    item = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.load(items_ptr + item * 4)
+    if row < 0:
+        return
+    low = tl.load(items_ptr + item * 4 + 1)
+    high = tl.load(items_ptr + item * 4 + 2)
+    whole = tl.load(items_ptr + item * 4 + 3)
+    member = tl.arange(0, GROUP_PAD)
+    dim = tl.arange(0, DIM_PAD)
+    key = tl.arange(0, TILE)
+    dtype = q_ptr.dtype.element_ty
+    head = kv_head * GROUP + member
+    q_mask = (member < GROUP)[:, None] & (dim < DIM)[None, :]
+    q = tl.load(q_ptr + row.to(tl.int64) * Q_STRIDE + head[:, None] * DIM + dim[None, :], mask=q_mask, other=0.0)
+    scale_log2 = SCALE * 1.4426950408889634
+    top = tl.full([GROUP_PAD], -1.0e30, tl.float32)
+    norm = tl.zeros([GROUP_PAD], tl.float32)
+    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    table = table_ptr + row * table_stride
+    begin = low // TILE * TILE
+    for start in tl.range(begin, high, TILE, num_stages=STAGES):
+        at = start + key
+        seen = (at >= low) & (at < high)
+        if TENSOR_COPY:
+            page = tl.load(table + start // PAGE)
+            k = k_desc.load([page, kv_head, start % PAGE, 0]).reshape(TILE, DIM_PAD)
+            v = v_desc.load([page, kv_head, start % PAGE, 0]).reshape(TILE, DIM_PAD)
+            v = tl.where(seen[:, None], v, 0.0)  # a page's tail may hold anything
+        else:
+            if PAGE >= TILE:
+                base = tl.load(table + start // PAGE).to(tl.int64) * BLOCK_STRIDE + (start % PAGE + key) * TOKEN_STRIDE
+            else:
+                page = tl.load(table + at // PAGE, mask=seen, other=0).to(tl.int64)
+                base = page * BLOCK_STRIDE + (at % PAGE) * TOKEN_STRIDE
+            address = base[:, None] + kv_head * HEAD_STRIDE + dim[None, :]
+            if DIM_PAD == DIM:
+                mask = seen[:, None]
+            else:
+                mask = seen[:, None] & (dim < DIM)[None, :]
+            k = tl.load(k_ptr + address, mask=mask, other=0.0)
+            v = tl.load(v_ptr + address, mask=mask, other=0.0)
+        scores = tl.dot(q, k.to(dtype).T, input_precision=PRECISION)
+        if SOFTCAP > 0:
+            scores = soft_cap(scores * SCALE, SOFTCAP) * 1.4426950408889634
+        else:
+            scores = scores * scale_log2
+        scores = tl.where(seen[None, :], scores, -1.0e30)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weight = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        norm = norm * shrink + tl.sum(weight, 1)
+        acc = tl.dot(weight.to(dtype), v.to(dtype), acc * shrink[:, None], input_precision=PRECISION)
+        top = new_top
+    if whole > 0:
+        out = out_ptr + row.to(tl.int64) * (HEADS * DIM) + head[:, None] * DIM + dim[None, :]
+        tl.store(out, (acc / norm[:, None]).to(dtype), mask=q_mask)
+    else:
+        line = item * HEADS + head
+        tl.store(partial_ptr + line[:, None] * DIM_PAD + dim[None, :], acc, mask=(member < GROUP)[:, None])
+        tl.store(stats_ptr + line * 2, top, mask=member < GROUP)
+        tl.store(stats_ptr + line * 2 + 1, norm, mask=member < GROUP)
+
+
+@triton.jit
+def combine_kernel(
+    partial_ptr,
+    stats_ptr,
+    starts_ptr,
+    out_ptr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Merge the items of one row and one query head, PARTS at a time."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    first = tl.load(starts_ptr + row)
+    last = tl.load(starts_ptr + row + 1)
+    if last - first <= 1:
+        return
+    dim = tl.arange(0, DIM_PAD)
+    part = tl.arange(0, PARTS)
+    top = -1.0e30
+    norm = 0.0
+    acc = tl.zeros([DIM_PAD], tl.float32)
+    for start in range(first, last, PARTS):
+        item = start + part
+        real = item < last
+        line = item * HEADS + head
+        tops = tl.load(stats_ptr + line * 2, mask=real, other=-1.0e30)
+        norms = tl.load(stats_ptr + line * 2 + 1, mask=real, other=0.0)
+        values = tl.load(partial_ptr + line[:, None] * DIM_PAD + dim[None, :], mask=real[:, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        weights = tl.exp2(tops - new_top)
+        shrink = tl.exp2(top - new_top)
+        norm = norm * shrink + tl.sum(weights * norms, 0)
+        acc = acc * shrink + tl.sum(values * weights[:, None], 0)
+        top = new_top
+    tl.store(out_ptr + (row.to(tl.int64) * HEADS + head) * DIM + dim, (acc / norm).to(out_ptr.dtype.element_ty), mask=dim < DIM)

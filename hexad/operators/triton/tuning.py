@@ -1,0 +1,53 @@
+"""Which kernel serves a product of M rows with a weight [out, in]: a shipped table by device and shape, and a rule for what it lacks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # rows; above the last the library's GEMM serves
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One kernel and its tiles. `kind` "library" has none."""
+
+    kind: str  # library | gemv | skinny
+    block_n: int = 0
+    block_k: int = 0
+    warps: int = 4
+    stages: int = 1
+    block_m: int = 0
+
+
+LIBRARY = Choice("library")
+
+
+@cache
+def table() -> dict[str, dict[str, dict[str, list]]]:
+    """device name -> "op,out,in" -> rows -> [kind, block_n, block_k, warps, stages, block_m]."""
+    text = files("hexad.operators.triton").joinpath("tuning.json").read_text()
+    loaded: dict[str, dict[str, dict[str, list]]] = json.loads(text)
+    return loaded
+
+
+def bucket(rows: int) -> int | None:
+    """The smallest bucket that holds `rows`, None above the last."""
+    return next((size for size in BUCKETS if size >= rows), None)
+
+
+def choose(device: str, op: str, out_features: int, in_features: int, rows: int) -> Choice:
+    """The kernel for one bucket of rows: from the table, else by rule."""
+    entry = table().get(device, {}).get(f"{op},{out_features},{in_features}", {}).get(str(rows))
+    return Choice(*entry) if entry is not None else rule(out_features, rows)
+
+
+def rule(out_features: int, rows: int) -> Choice:
+    """What held on the cards measured: own kernels win at one row, and at few rows where the library's tiles leave processors idle."""
+    if rows == 1:
+        return Choice("gemv", 4, 1024, 4)
+    if rows <= 16 and out_features <= 16384:
+        return Choice("skinny", 32 if out_features > 2048 else 16, 256, 4, 4, 16)
+    return LIBRARY

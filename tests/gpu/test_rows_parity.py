@@ -1,0 +1,159 @@
+"""Row operators, RoPE with the KV write, products of a few rows and arg max against float64 references."""
+
+import random
+
+import pytest
+import torch
+from reference import DEVICE, DTYPES, INTERPRETED, assert_close, fresh_seed, needs_kernels
+
+from hexad.operators.args import ActArgs, LinearArgs, NormArgs, RopeKVArgs
+from hexad.operators.batch import KVPages
+from hexad.operators.fused import FusedLinearArgs
+from hexad.operators.load import load_operators
+
+pytestmark = needs_kernels
+ROPES = [
+    (8, 2, 64, 64, False, False),
+    (3, 3, 80, 32, True, False),
+    (5, 1, 96, 96, False, True),
+    (4, 2, 128, 64, False, True),
+    (2, 1, 64, 0, False, False),
+]
+HALVES = [dtype for dtype in DTYPES if dtype != torch.float32]
+
+
+def draw(*shape, dtype, scale=1.0):
+    return (torch.randn(*shape) * scale).to(dtype).to(DEVICE)
+
+
+def rms_norm_64(x, weight, eps):
+    x = x.double().cpu()
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double().cpu()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [64, 576, 4096])
+def test_norms(hidden, dtype):
+    from hexad.operators.triton.rows import bind_add_rms_norm, bind_rms_norm
+
+    fresh_seed()
+    args = NormArgs(hidden, 1e-5, dtype, DEVICE)
+    rows = random.randrange(1, 7)
+    x, residual, weight = draw(rows, hidden, dtype=dtype), draw(rows, hidden, dtype=dtype), draw(hidden, dtype=dtype)
+    assert_close(bind_rms_norm(args)(x, weight), rms_norm_64(x, weight, 1e-5), dtype)
+    strided = draw(rows, 2, hidden, dtype=dtype)[:, 1]
+    assert_close(bind_rms_norm(args)(strided, weight), rms_norm_64(strided, weight, 1e-5), dtype)
+    total = residual.double().cpu() + x.double().cpu()
+    normed, new_residual = bind_add_rms_norm(args)(x, residual, weight)
+    assert_close(new_residual, total, dtype)
+    assert_close(normed, rms_norm_64(total.to(dtype), weight, 1e-5), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_gated_act(activation, dtype):
+    from hexad.operators.triton.rows import bind_gated_act
+
+    fresh_seed()
+    width = random.choice([96, 1024, 1536])
+    x = draw(3, 2 * width, dtype=dtype, scale=3.0)
+    reference = load_operators().reference("gated_act", ActArgs(width, activation, torch.float64, "cpu"))(x.double().cpu())
+    assert_close(bind_gated_act(ActArgs(width, activation, dtype, DEVICE))(x), reference, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary", "interleaved", "qk_norm"), ROPES)
+def test_rope_kv_write(heads, kv_heads, dim, rotary, interleaved, qk_norm, dtype):
+    from hexad.operators.triton.rope_kv import bind_rope_kv_write
+
+    fresh_seed()
+    tokens, block_size, blocks = 7, 16, 5
+    slots = torch.randperm(blocks * block_size)[:tokens]
+    slots[2] = -1
+    positions = torch.randint(0, 50, (tokens,))
+    angles = torch.rand(50, rotary // 2) * 6
+    table = torch.cat([angles.cos(), angles.sin()], 1)
+    qkv = draw(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    q_weight, k_weight = draw(dim, dtype=dtype), draw(dim, dtype=dtype)
+    storage = draw(blocks, 2, block_size, kv_heads, dim, dtype=dtype)
+    before = storage.clone()
+    kv = KVPages(storage[:, 0], storage[:, 1])
+    plain = [KVPages(before[:, i].double().cpu().contiguous(), before[:, i].double().cpu().contiguous()) for i in (0, 1)]
+
+    def static(dtype):
+        return RopeKVArgs(heads, kv_heads, dim, rotary, interleaved, qk_norm, 1e-6, dtype, dtype, DEVICE)
+
+    weights = (q_weight, k_weight) if qk_norm else (None, None)
+    reference = load_operators().reference("rope_kv_write", static(torch.float64))
+    wide = KVPages(plain[0].k, plain[1].v)
+    wide_weights = [None if w is None else w.double().cpu() for w in weights]
+    q_64 = reference(qkv.double().cpu(), positions, table.double(), slots, wide, *wide_weights)
+    q = bind_rope_kv_write(static(dtype))(qkv, positions.to(DEVICE), table.to(DEVICE), slots.to(DEVICE), kv, *weights)
+    assert_close(q, q_64, dtype)
+    assert_close(kv.k, wide.k, dtype)
+    assert_close(kv.v, wide.v, dtype)
+    written = set(slots.tolist()) - {-1}
+    for slot in range(blocks * block_size):
+        if slot not in written:
+            assert torch.equal(storage[slot // block_size, :, slot % block_size], before[slot // block_size, :, slot % block_size])
+
+
+def product_64(x, weight, bias):
+    out = x.double().cpu() @ weight.double().cpu().t()
+    return out if bias is None else out + bias.double().cpu()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows", [1, 2, 5, 16] if INTERPRETED else [1, 2, 3, 5, 8, 13, 16, 17, 33, 64, 65])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products(rows, with_bias, dtype):
+    from hexad.operators.triton import linear as provider
+
+    fresh_seed()
+    inside, outside = random.choice([(256, 96), (1104, 64)]) if INTERPRETED else random.choice([(4096, 1536), (1104, 4096), (576, 1000)])
+    x, weight = draw(rows, inside, dtype=dtype), draw(outside, inside, dtype=dtype, scale=inside**-0.5)
+    bias = draw(outside, dtype=dtype) if with_bias else None
+    gain, residual = draw(inside, dtype=dtype), draw(rows, outside, dtype=dtype)
+    prepared = (weight, bias)
+    out = provider.bind_linear(LinearArgs(inside, outside, with_bias, dtype, DEVICE))(x, prepared)
+    assert_close(out, product_64(x, weight, bias), dtype)
+    args = FusedLinearArgs(inside, outside, with_bias, dtype, DEVICE, eps=1e-5, activation="")
+    normed = rms_norm_64(x, gain, 1e-5)
+    assert_close(provider.bind_norm_linear(args)(x, gain, prepared), product_64(normed, weight, bias), dtype)
+    expected = residual.double().cpu() + product_64(x, weight, bias)
+    assert_close(provider.bind_linear_add(args)(x, residual, prepared), expected, dtype)
+    gated = FusedLinearArgs(inside, outside, with_bias, dtype, DEVICE, eps=1e-5, activation="silu")
+    gate, up = product_64(normed, weight, bias).chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    assert_close(provider.bind_norm_gated_linear(gated)(x, gain, prepared), expected, dtype, slack=2.0)
+
+
+@pytest.mark.parametrize("kind", ["gemv", "skinny"])
+def test_each_product_kernel_at_odd_sizes(kind):
+    """Outputs and inputs that no tile divides."""
+    from hexad.operators.triton.linear import Product
+    from hexad.operators.triton.tuning import Choice
+
+    fresh_seed()
+    dtype = HALVES[0]
+    rows = 1 if kind == "gemv" else 11
+    choice = Choice("gemv", 4, 256, 4) if kind == "gemv" else Choice("skinny", 32, 64, 4, 3, 16)
+    inside, outside = 328, 101
+    x, weight = draw(rows, inside, dtype=dtype), draw(outside, inside, dtype=dtype, scale=inside**-0.5)
+    product = Product(FusedLinearArgs(inside, outside, False, dtype, DEVICE), "linear", choice)
+    assert_close(product.few(x, (weight, None), None, None), product_64(x, weight, None), dtype)
+
+
+def test_argmax_prefers_the_lowest_id():
+    from hexad.operators.triton.argmax import Argmax
+
+    fresh_seed()
+    vocab = random.randrange(9000, 12000)
+    logits = draw(4, vocab, dtype=torch.float32)
+    ids = [0, vocab - 1, 4097, random.randrange(vocab - 1)]
+    for row, index in enumerate(ids):
+        logits[row, index] = 50.0
+        logits[row, vocab - 1] = 50.0
+    assert Argmax(vocab)(logits).tolist() == ids
+    logits[1, 5000] = float("nan")
+    assert Argmax(vocab)(logits)[1] == 5000

@@ -1,0 +1,101 @@
+"""Each Triton kernel compiles for Ampere, Ada and Hopper in the configurations that real models bind. No GPU needed."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from hexad.operators.args import ActArgs, AttentionArgs, NormArgs, RopeKVArgs
+from hexad.operators.fused import FusedLinearArgs
+from hexad.operators.triton import argmax, attention, gemv, linear, rope_kv, rows
+from hexad.operators.triton.launch import Launcher, Target
+from hexad.operators.triton.tuning import Choice
+
+ARCHES = [80, 89, 90]
+SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes a program may use
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv"}
+
+
+def compiled(launcher: Launcher, types: list[str], arch: int):
+    kernel = launcher.compile(types, arch)
+    assert kernel.metadata.shared <= SHARED_LIMIT[arch]
+    return kernel
+
+
+def layout(arch: int, heads: int, kv_heads: int, dim: int, block: int, dtype, window=None, softcap=None, kv_dtype=None):
+    args = AttentionArgs(heads, kv_heads, dim, dim**-0.5, window, softcap, block, dtype, kv_dtype or dtype, "cuda")
+    strides = (2 * block * kv_heads * dim, kv_heads * dim, dim, 1)
+    return attention._Layout(args, Target(arch, 132, "test"), (heads + 2 * kv_heads) * dim, block, strides, tensor_copies=arch >= 90)
+
+
+def descriptor(made, tile: int, dtype) -> str:
+    return f"tensordesc<{NAMES[dtype]}[1, 1, {tile}, {made.dim_pad}]>" if made._copied(tile) else "constexpr"
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block", "dtype", "window", "softcap"),
+    [
+        (32, 8, 128, 64, torch.bfloat16, None, None),  # Llama 3.1 8B
+        (9, 3, 64, 16, torch.float32, None, None),  # SmolLM2 135M
+        (4, 1, 256, 64, torch.bfloat16, 512, 50.0),  # Gemma
+        (32, 32, 96, 32, torch.float16, 2047, None),  # Phi 3
+    ],
+)
+def test_attention(heads, kv_heads, dim, block, dtype, window, softcap, arch):
+    made = layout(arch, heads, kv_heads, dim, block, dtype, window, softcap)
+    name = "*" + NAMES[dtype]
+    tile = made.decode_tiles.tile
+    desc = descriptor(made, tile, dtype)
+    kernel = compiled(made._decode, [name, name, name, desc, desc, "*i32", "*i32", "*fp32", "*fp32", name, "i32"], arch)
+    assert ("cp.async.bulk.tensor" in kernel.asm["ptx"]) == (made._copied(tile))
+    for short in (True, False):
+        tiles, launcher = made.prefill_launcher(short=short)
+        desc = descriptor(made, tiles.tile, dtype)
+        compiled(launcher, [name, name, name, desc, desc, "*i32", "*i32", "*i32", name, "i32", "i32"], arch)
+
+
+def test_small_attention_kernels():
+    made = layout(90, 32, 8, 128, 64, torch.bfloat16)
+    compiled(made.plan_launcher(250), ["*i32", "*i32", "*i32", "i32", "i32", "i32"], 90)
+    compiled(made._combine, ["*fp32", "*fp32", "*i32", "*bf16"], 90)
+
+
+def test_fp8_pages():
+    made = layout(90, 32, 8, 128, 64, torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
+    desc = descriptor(made, made.decode_tiles.tile, torch.float8_e4m3fn)
+    types = ["*bf16", "*fp8e4nv", "*fp8e4nv", desc, desc, "*i32", "*i32", "*fp32", "*fp32", "*bf16", "i32"]
+    compiled(made._decode, types, 90)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_rows(arch, monkeypatch):
+    on = Target(arch, 132, "test")
+    monkeypatch.setattr(rows, "target", lambda: on)
+    norm = rows._RowNorm(NormArgs(4096, 1e-5, torch.bfloat16, "cuda"), add=True, pdl=arch >= 90).get(4096)
+    kernel = compiled(norm, ["*bf16"] * 4, arch)
+    assert ("griddepcontrol" in kernel.asm["ptx"]) == (arch >= 90)
+    assert "ld.global.v4" in kernel.asm["ptx"]
+    act = ActArgs(14336, "silu", torch.bfloat16, "cuda")
+    constants = {"WIDTH": act.intermediate, "BLOCK": 1024, "ACTIVATION": "gelu", "PDL": arch >= 90}
+    compiled(Launcher(rows.gated_act_kernel, constants), ["*bf16"] * 2, arch)
+    rope = RopeKVArgs(32, 8, 128, 128, False, True, 1e-6, torch.bfloat16, torch.bfloat16, "cuda")
+    constants = rope_kv.rope_constants(rope, 6144, 64, (131072, 1024, 128, 1), pdl=arch >= 90)
+    compiled(Launcher(rope_kv.rope_kv_kernel, constants), ["*bf16", "*i64", "*fp32", "*i64"] + ["*bf16"] * 4, arch)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("choice", [Choice("gemv", 4, 1024, 4), Choice("skinny", 32, 256, 4, 4, 16)])
+def test_products(choice, arch, monkeypatch):
+    monkeypatch.setattr(linear, "target", lambda: Target(arch, 132, "test"))
+    args = FusedLinearArgs(4096, 28672, False, torch.bfloat16, "cuda", eps=1e-5, activation="silu")
+    _, launcher = linear.Product(args, "norm_gated_linear", choice)._make(choice, 4096, True, False)
+    types = ["*bf16"] * 6 + (["i32"] if choice.kind == "skinny" else [])
+    kernel = compiled(launcher, types, arch)
+    assert ("mma.sync" in kernel.asm["ptx"]) == (choice.kind == "skinny")
+    assert launcher._kernel in (gemv.gemv_kernel, gemv.skinny_kernel)
+
+
+def test_argmax():
+    compiled(Launcher(argmax.block_max_kernel, {"BLOCK": 4096, "PDL": False}), ["*bf16", "*fp32", "*i32", "i32", "i32"], 90)
+    compiled(Launcher(argmax.row_max_kernel, {"PARTS": 32, "PDL": False}), ["*fp32", "*i32", "*i64", "i32"], 90)
