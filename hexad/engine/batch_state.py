@@ -50,6 +50,7 @@ class HostStep:
     max_seq_len: int
     num_decodes: int  # leading rows with one token
     sampled: list[int]  # execution rows that sample
+    sampled_slots: list[int]  # their request slots
     last_token: Ints  # [S] index of each sampled row's last token
     scored: list[tuple[int, NewRequest]]  # (execution row, request) of rows over a prompt whose log-probabilities are wanted
 
@@ -142,6 +143,7 @@ class BatchState:
             max_seq_len=longest,
             num_decodes=count if widest <= 1 else int(np.argmax(counts > 1)),
             sampled=sampled,
+            sampled_slots=slots[sampled].tolist(),
             last_token=query_start[1:][sampled].astype(np.int64) - 1,
             scored=self._scored_rows(rows) if self._scored else [],
         )

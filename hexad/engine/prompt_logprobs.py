@@ -8,25 +8,29 @@ prompt token.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from hexad.engine.plan import NewRequest, Row, TokenLogprobs
+from hexad.engine.sampling.logprobs import LogprobTensors, prompt_logprob_tensors, to_token_logprobs
 
 ROWS_AT_ONCE = 128  # bounds the float32 logits in memory: 128 x 150,000 x 4 bytes = 77 MB
 
 
-def chunk_logprobs(
-    logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, targets: torch.Tensor, top: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(logprob [n], rank [n], top ids [n, top], top logprobs [n, top]) of `targets` [n] after hidden states [n, H]."""
-    parts = []  # at least one, so that a chunk without targets gives empty columns
-    for low in range(0, max(len(targets), 1), ROWS_AT_ONCE):
-        logprobs = logits(hidden[low : min(low + ROWS_AT_ONCE, len(targets))]).log_softmax(-1)
-        chosen = logprobs.gather(1, targets[low : low + ROWS_AT_ONCE].unsqueeze(1))
-        best, ids = logprobs.topk(top, dim=-1) if top else (logprobs[:, :0], logprobs[:, :0].long())
-        parts.append((chosen.squeeze(1), (logprobs > chosen).sum(1) + 1, ids, best))
-    return tuple(torch.cat(column) for column in zip(*parts, strict=True))  # type: ignore[return-value]
+@dataclass(slots=True)
+class PromptScores:
+    """Log-probabilities of one row's prompt tokens, on the device or in pinned memory."""
+
+    row: int  # execution row
+    first: bool  # the row starts at position 0, whose entry is None
+    top: int
+    parts: list[LogprobTensors]
+
+    def entries(self) -> tuple[TokenLogprobs | None, ...]:
+        """Host objects; waits for tensors on a device."""
+        scored = [entry for part in self.parts for entry in to_token_logprobs(part, [self.top] * len(part.token_ids))]
+        return (None, *scored) if self.first else tuple(scored)
 
 
 def num_targets(row: Row, request: NewRequest) -> int:
@@ -34,13 +38,10 @@ def num_targets(row: Row, request: NewRequest) -> int:
     return max(0, min(row.start + row.num_tokens, request.prompt_len - 1) - row.start)
 
 
-def entries(
-    row: Row, targets: list[int], columns: tuple[list[float], list[int], list[list[int]], list[list[float]]]
-) -> tuple[TokenLogprobs | None, ...]:
-    """The row's entries, from host lists."""
-    first: list[TokenLogprobs | None] = [None] if row.start == 0 else []
-    chosen, ranks, ids, best = columns
-    for place, token_id in enumerate(targets):
-        top = tuple(zip(ids[place], best[place], strict=True))
-        first.append(TokenLogprobs(token_id, chosen[place], ranks[place], top))
-    return tuple(first)
+def score(
+    logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, targets: torch.Tensor, vocab_size: int, top: int
+) -> list[LogprobTensors]:
+    """Log-probabilities of `targets` [n] after the hidden states [>= n, H], a bounded number of rows at a time."""
+    count = targets.shape[0]
+    blocks = [(low, min(low + ROWS_AT_ONCE, count)) for low in range(0, count, ROWS_AT_ONCE)]
+    return [prompt_logprob_tensors(logits(hidden[low:high]), targets[low:high], vocab_size, top) for low, high in blocks]

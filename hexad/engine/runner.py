@@ -6,11 +6,13 @@ step n drew.
 
 Calls come in two orders that must not be mixed up:
 - `plan` runs on the caller's thread, in the order of the plans, and touches host state alone (`BatchState`).
-- `forward` and `sample` run in the device's order (a worker thread on a CPU, a stream on a GPU) and touch everything on the device.
+- `forward` and `sample` run in the device's order (a worker thread on a CPU, a stream on a GPU) and touch everything on the device, the
+  sampler included.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,21 +21,12 @@ from hexad.engine.batch_state import BatchState, HostStep
 from hexad.engine.executor.seam import Masks
 from hexad.engine.kv import KVStorage
 from hexad.engine.plan import KVLayout, RowResult, StepPlan, StepResult, TokenLogprobs
-from hexad.engine.prompt_logprobs import chunk_logprobs, entries, num_targets
+from hexad.engine.prompt_logprobs import PromptScores, num_targets, score
+from hexad.engine.sampling.logprobs import LogprobTensors
+from hexad.engine.sampling.sampler import Sampled, Sampler
 from hexad.engine.step_inputs import DeviceStep, to_device
 from hexad.models.build import Model
 from hexad.models.inputs import ForwardInputs
-
-NAN_ERROR = "the model's output for this request is not a number (NaN): its weights or its keys and values are damaged"
-
-
-@dataclass(slots=True)
-class PromptScores:
-    """Log-probabilities of one row's prompt tokens, on the device."""
-
-    row: int  # execution row
-    targets: torch.Tensor
-    columns: tuple[torch.Tensor, ...]  # logprob, rank, top ids, top logprobs
 
 
 @dataclass(slots=True)
@@ -50,25 +43,27 @@ class Step:
 class StepOutput:
     """What a step drew: tensors that `Runner.result` turns into a `StepResult`."""
 
-    step: Step
-    tokens: torch.Tensor  # [S] int64
-    failed: torch.Tensor  # [S] bool
+    host: HostStep
+    sampled: Sampled | None  # None: no row samples
+    prompt_scores: list[PromptScores]
 
     def to_host(self) -> StepOutput:
         """The same in pinned memory, filled when the stream gets there."""
-        scores = [PromptScores(s.row, _pinned(s.targets), tuple(map(_pinned, s.columns))) for s in self.step.prompt_scores]
-        step = Step(self.step.host, prompt_scores=scores)
-        return StepOutput(step, _pinned(self.tokens), _pinned(self.failed))
+        sampled = self.sampled.to_cpu() if self.sampled is not None else None
+        scores = [PromptScores(s.row, s.first, s.top, [_pinned(part) for part in s.parts]) for s in self.prompt_scores]
+        return StepOutput(self.host, sampled, scores)
 
 
 class Runner:
     """Owns the model's state on one device: pages, token table, sampler."""
 
-    def __init__(self, model: Model, device: torch.device, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, model: Model, device: torch.device, *, max_num_seqs: int, max_model_len: int, vocab_size: int) -> None:
+        """`vocab_size`: ids that may be drawn (the tokenizer's; the model's rows beyond are padding)."""
         self.model = model
         self.device = device
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
+        self.sampler = Sampler(vocab_size, model.spec.vocab_size, max_num_seqs, device)
         self.state: BatchState
         self.kv: KVStorage
 
@@ -88,16 +83,14 @@ class Runner:
     def forward(self, step: Step) -> None:
         """Apply arrivals and moves, compute the rows, keep the hidden states that sampling needs."""
         host = step.host
-        if host.arrivals:
-            self._admit(host)
-        if host.kv_moves:
-            self.kv.move(host.kv_moves)
+        self._update(host)
         if not host.rows:
             return
         device = step.device = to_device(host, self.state.table_width, self.state.block_size, self.device)
         inputs = ForwardInputs(self._flat_tokens.index_select(0, device.token_index), device.positions, device.attention)
         hidden = self.model.forward(inputs, self.kv.layers)
-        self._score_prompts(step, hidden)
+        if host.scored:
+            step.prompt_scores = self._score_prompts(host, hidden)
         if host.sampled:
             step.hidden = hidden if len(host.sampled) == hidden.shape[0] else hidden.index_select(0, device.last_token)
 
@@ -105,53 +98,65 @@ class Runner:
     def sample(self, step: Step, masks: Masks | None = None) -> StepOutput:
         """Draw a token for each row that samples and store it in the token table."""
         if step.hidden is None or step.device is None:
-            empty = torch.empty(0, dtype=torch.int64)
-            return StepOutput(step, empty, empty.bool())
+            return StepOutput(step.host, None, step.prompt_scores)
         logits = self.model.logits(step.hidden)
         step.hidden = None
-        best, tokens = logits.max(-1)
-        self._flat_tokens.index_copy_(0, step.device.drawn_index, tokens)
-        return StepOutput(step, tokens, best.isnan())
+        drawn_at = step.device.drawn_positions
+        slots = step.host.sampled_slots
+        sampled = self.sampler(logits, slots, drawn_at, self._token_table, drawn_at, masks, step.host.max_seq_len)
+        self._flat_tokens.index_copy_(0, step.device.drawn_index, sampled.token_ids)
+        return StepOutput(step.host, sampled, step.prompt_scores)
 
     def result(self, output: StepOutput, busy_s: float) -> StepResult:
-        """The step's result on the host. Blocks until the device has it."""
-        host = output.step.host
-        drawn = dict(zip(host.sampled, zip(output.tokens.tolist(), output.failed.tolist(), strict=True), strict=True))
-        scores = {score.row: _prompt_entries(score, host) for score in output.step.prompt_scores}
+        """The step's result from host tensors. Any thread."""
+        host = output.host
+        scores = {score.row: score.entries() for score in output.prompt_scores}
+        drawn = _drawn(self.sampler, output)
         results = [_row_result(row.rid, drawn.get(index), scores.get(index, ())) for index, row in enumerate(host.rows)]
         if host.num_decodes < len(host.rows):
             results = [result for _place, result in sorted(zip(host.order, results, strict=True), key=lambda pair: pair[0])]
         return StepResult(step_id=host.step_id, rows=tuple(results), busy_s=busy_s)
 
-    def _admit(self, host: HostStep) -> None:
+    def _update(self, host: HostStep) -> None:
+        """What a plan says before its rows: drop, move, add."""
+        for slot in host.dropped:
+            self.sampler.remove(slot)
+        if host.kv_moves:
+            self.kv.move(host.kv_moves)
         for arrival in host.arrivals:
+            self.sampler.add(arrival.slot, arrival.request)
             self._token_table[arrival.slot, : len(arrival.ids)] = torch.from_numpy(arrival.ids).to(self.device)
 
-    def _score_prompts(self, step: Step, hidden: torch.Tensor) -> None:
+    def _score_prompts(self, host: HostStep, hidden: torch.Tensor) -> list[PromptScores]:
         """Prompt log-probabilities of the rows whose request wants them."""
-        host = step.host
+        scores = []
         for index, request in host.scored:
-            row = host.rows[index]
-            count, low = num_targets(row, request), int(host.query_start[index])
-            targets = self._token_table[int(host.slots[index]), row.start + 1 : row.start + 1 + count].clone()
-            top = request.params.prompt_logprobs or 0
-            step.prompt_scores.append(PromptScores(index, targets, chunk_logprobs(self.model.logits, hidden[low:], targets, top)))
+            row, low, top = host.rows[index], int(host.query_start[index]), request.params.prompt_logprobs or 0
+            targets = self._token_table[int(host.slots[index]), row.start + 1 : row.start + 1 + num_targets(row, request)]
+            parts = score(self.model.logits, hidden[low:], targets, self.sampler.vocab_size, top)
+            scores.append(PromptScores(index, row.start == 0, top, parts))
+        return scores
 
 
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+Drawn = tuple[int, str | None, TokenLogprobs | None]
 
 
-def _row_result(rid: int, drawn: tuple[int, bool] | None, prompt_logprobs: tuple[TokenLogprobs | None, ...]) -> RowResult:
+def _drawn(sampler: Sampler, output: StepOutput) -> dict[int, Drawn]:
+    """(token, error, logprobs) by execution row."""
+    if output.sampled is None:
+        return {}
+    host = sampler.to_host(output.sampled)
+    return dict(zip(output.host.sampled, zip(host.token_ids, host.errors, host.logprobs, strict=True), strict=True))
+
+
+def _row_result(rid: int, drawn: Drawn | None, prompt_logprobs: Sequence[TokenLogprobs | None]) -> RowResult:
     if drawn is None:
-        return RowResult(rid=rid, prompt_logprobs=prompt_logprobs)
-    token, failed = drawn
-    if failed:
-        return RowResult(rid=rid, error=NAN_ERROR)
-    return RowResult(rid=rid, tokens=(token,), prompt_logprobs=prompt_logprobs)
+        return RowResult(rid=rid, prompt_logprobs=tuple(prompt_logprobs))
+    token, error, logprobs = drawn
+    if error is not None:
+        return RowResult(rid=rid, error=error)
+    return RowResult(rid=rid, tokens=(token,), logprobs=() if logprobs is None else (logprobs,), prompt_logprobs=tuple(prompt_logprobs))
 
 
-def _prompt_entries(score: PromptScores, host: HostStep) -> tuple[TokenLogprobs | None, ...]:
-    chosen, ranks, ids, best = score.columns
-    columns = (chosen.tolist(), ranks.tolist(), ids.tolist(), best.tolist())
-    return entries(host.rows[score.row], score.targets.tolist(), columns)
+def _pinned(tensors: LogprobTensors) -> LogprobTensors:
+    return LogprobTensors(*(torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in tensors))

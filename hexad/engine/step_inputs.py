@@ -21,15 +21,17 @@ class DeviceStep:
     positions: torch.Tensor  # [T] int64
     token_index: torch.Tensor  # [T] int64: place in the flattened token table
     last_token: torch.Tensor  # [S] int64
-    drawn_index: torch.Tensor  # [S] int64: place in the flattened token table of the token to draw
+    drawn_positions: torch.Tensor  # [S] int64: position of the token to draw
+    drawn_index: torch.Tensor  # [S] int64: its place in the flattened token table
     attention: tuple[AttentionBatch, ...]
 
 
 def to_device(step: HostStep, table_width: int, block_size: int, device: torch.device) -> DeviceStep:
     """Send a step's arrays to `device`. Does not wait."""
     rows = step.sampled
-    drawn_index = step.slots[rows] * table_width + step.starts[rows] + step.counts[rows]
-    wide = _send([step.positions, step.token_index, step.last_token, drawn_index, *step.kv_slots], device)
+    drawn_positions = step.starts[rows] + step.counts[rows]
+    drawn_index = step.slots[rows] * table_width + drawn_positions
+    wide = _send([step.positions, step.token_index, step.last_token, drawn_positions, drawn_index, *step.kv_slots], device)
     narrow = _send([step.query_start, step.seq_lens, *step.block_tables], device)
     groups = len(step.kv_slots)
     attention = tuple(
@@ -37,7 +39,7 @@ def to_device(step: HostStep, table_width: int, block_size: int, device: torch.d
             query_start=narrow[0],
             seq_lens=narrow[1],
             block_table=narrow[2 + group],
-            slots=wide[4 + group],
+            slots=wide[5 + group],
             max_query_len=step.max_query_len,
             max_seq_len=step.max_seq_len,
             block_size=block_size,
@@ -45,7 +47,7 @@ def to_device(step: HostStep, table_width: int, block_size: int, device: torch.d
         )
         for group in range(groups)
     )
-    return DeviceStep(wide[0], wide[1], wide[2], wide[3], attention)
+    return DeviceStep(wide[0], wide[1], wide[2], wide[3], wide[4], attention)
 
 
 def _send(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
@@ -56,5 +58,5 @@ def _send(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torc
     # pinned memory comes from torch's caching allocator, which reuses a buffer only after the copy from it is done
     staging = torch.empty(sum(sizes), dtype=torch.from_numpy(arrays[0]).dtype, pin_memory=True)
     np.concatenate([array.reshape(-1) for array in arrays], out=staging.numpy())
-    parts = staging.to(device, non_blocking=True).split(sizes)
+    parts = torch.split(staging.to(device, non_blocking=True), sizes)
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -20,10 +18,11 @@ from hexad.common.config import HexadConfig
 from hexad.common.errors import ConfigError, EngineDeadError, OutOfMemoryError
 from hexad.engine.executor.device_thread import DeviceThread
 from hexad.engine.executor.profile import activation_peak_bytes
-from hexad.engine.executor.seam import LoadReport, Masks
+from hexad.engine.executor.seam import LoadReport
+from hexad.engine.executor.steps import LocalStep
 from hexad.engine.kv import kv_groups, page_bytes
-from hexad.engine.plan import KVBudget, KVLayout, StepPlan, StepResult
-from hexad.engine.runner import Runner, Step, StepOutput
+from hexad.engine.plan import KVBudget, KVLayout, StepPlan
+from hexad.engine.runner import Runner
 from hexad.hardware.devices import describe, memory_bytes, resolve_device
 from hexad.models.build import build_model
 from hexad.models.loader import TORCH_DTYPES, open_weights
@@ -39,12 +38,18 @@ CPU_SHARE = 0.5  # of free memory for KV on a CPU, when the configuration names 
 
 
 class LocalExecutor:
-    """Implements the executor seam on one device. `config` is resolved; what is still None takes the defaults above."""
+    """Implements the executor seam on one device. `config` is resolved; what is still None takes the defaults above.
 
-    def __init__(self, config: HexadConfig, spec: ModelSpec, files: Path, device: torch.device | None = None) -> None:
+    `vocab_size` is the number of ids that the tokenizer knows: rows of the head beyond it are padding and never drawn.
+    """
+
+    def __init__(
+        self, config: HexadConfig, spec: ModelSpec, files: Path, device: torch.device | None = None, vocab_size: int | None = None
+    ) -> None:
         self.config = config
         self.spec = spec
         self.files = files
+        self.vocab_size = vocab_size or spec.vocab_size
         self.device = device or resolve_device(config.device.device)
         self.depth = 2 if config.scheduler.async_scheduling else 1
         self.dtype = _dtype(config.model.dtype, spec)
@@ -79,7 +84,13 @@ class LocalExecutor:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         built = time.perf_counter()
-        self.runner = Runner(model, self.device, max_num_seqs=self.max_num_seqs, max_model_len=self.max_model_len)
+        self.runner = Runner(
+            model,
+            self.device,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+        )
         self._weight_bytes = model.weight_bytes
         return LoadReport(
             device=describe(self.device),
@@ -149,7 +160,7 @@ class LocalExecutor:
         """Queue the forward pass of one plan."""
         if self._closed:
             raise EngineDeadError("the executor is closed: start a new one")
-        step = LocalStep(self, self.runner.plan(plan))
+        step = LocalStep(self.runner, self._thread, self.runner.plan(plan))
         step.launch()
         return step
 
@@ -164,113 +175,6 @@ class LocalExecutor:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-class LocalStep:
-    """A step in flight; implements `StepHandle`."""
-
-    def __init__(self, executor: LocalExecutor, step: Step) -> None:
-        self.step_id = step.host.step_id
-        self._runner = executor.runner
-        self._thread = executor._thread
-        self._step = step
-        self._busy_s = 0.0
-        self._failure: BaseException | None = None
-        self._started = torch.cuda.Event(enable_timing=True) if self._thread is None else None
-
-    def launch(self) -> None:
-        if self._thread is not None:
-            self._thread.submit(self._forward)
-            return
-        assert self._started is not None
-        self._started.record()
-        self._forward()
-
-    def sample(self, masks: Masks | None = None) -> LocalPending | CudaPending:
-        if self._thread is not None:
-            pending = LocalPending(self.step_id)
-            self._thread.submit(lambda: self._sample_into(pending, masks))
-            return pending
-        if self._failure is not None:
-            raise EngineDeadError(f"step {self.step_id} failed: {self._failure}") from self._failure
-        assert self._started is not None
-        return CudaPending(self._runner, self._runner.sample(self._step, masks), self._started)
-
-    def drafts(self) -> Mapping[int, tuple[int, ...]]:
-        return {}
-
-    def _forward(self) -> None:
-        started = time.perf_counter()
-        try:
-            self._runner.forward(self._step)
-        except Exception as error:
-            log.exception("step %d failed", self.step_id)
-            self._failure = error
-        self._busy_s = time.perf_counter() - started
-
-    def _sample_into(self, pending: LocalPending, masks: Masks | None) -> None:
-        started = time.perf_counter()
-        try:
-            if self._failure is not None:
-                raise self._failure
-            output = self._runner.sample(self._step, masks)
-            pending.resolve(self._runner.result(output, self._busy_s + time.perf_counter() - started))
-        except Exception as error:
-            log.exception("sampling of step %d failed", self.step_id)
-            pending.fail(error)
-
-
-class LocalPending:
-    """A result that the worker thread delivers; implements `PendingResult`."""
-
-    def __init__(self, step_id: int) -> None:
-        self.step_id = step_id
-        self._ready = threading.Event()
-        self._result: StepResult | None = None
-        self._failure: BaseException | None = None
-
-    def done(self) -> bool:
-        return self._ready.is_set()
-
-    def wait(self, timeout_s: float | None = None) -> StepResult:
-        if not self._ready.wait(timeout_s):
-            raise TimeoutError(f"step {self.step_id} did not finish in {timeout_s} s")
-        if self._failure is not None:
-            raise EngineDeadError(f"step {self.step_id} failed: {self._failure}") from self._failure
-        assert self._result is not None
-        return self._result
-
-    def resolve(self, result: StepResult) -> None:
-        self._result = result
-        self._ready.set()
-
-    def fail(self, error: BaseException) -> None:
-        self._failure = error
-        self._ready.set()
-
-
-class CudaPending:
-    """A result on its way through pinned memory; implements `PendingResult`."""
-
-    def __init__(self, runner: Runner, output: StepOutput, started: torch.cuda.Event) -> None:
-        self._runner = runner
-        self._output = output.to_host()
-        self._started = started
-        self._finished = torch.cuda.Event(enable_timing=True)
-        self._finished.record()
-
-    def done(self) -> bool:
-        return bool(self._finished.query())
-
-    def wait(self, timeout_s: float | None = None) -> StepResult:
-        if timeout_s is not None:
-            deadline = time.monotonic() + timeout_s
-            while not self._finished.query():
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"step {self._output.step.host.step_id} did not finish in {timeout_s} s")
-                time.sleep(1e-4)
-        self._finished.synchronize()
-        return self._runner.result(self._output, self._started.elapsed_time(self._finished) / 1e3)
 
 
 def _dtype(name: str, spec: ModelSpec) -> torch.dtype:
