@@ -396,20 +396,23 @@ def _fields(params):
 # Internals whose shortcut must not show
 
 
-def test_a_nucleus_larger_than_the_guess_gives_what_ranking_everything_gives(rng, monkeypatch):
+@pytest.mark.parametrize("guesses", [(), (1,), (16, 64), (256, 1100), (1999,)])
+def test_a_nucleus_larger_than_the_guess_gives_what_ranking_everything_gives(rng, monkeypatch, guesses):
     vocab = 2000
-    rows = [(SamplingParams(temperature=t, top_p=p, top_k=k, seed=i, min_p=m), [1], []) for i, (t, p, k, m) in enumerate(
-        [(1.0, 0.5, 0, 0), (2.0, 0.99, 0, 0), (0.1, 0.9, 0, 0), (2.0, 0.9, 1500, 0), (2.0, 1.0, 1200, 0.01), (1.0, 0.9, 0, 0.05)]
-    )]  # fmt: skip
+    options = [(1.0, 0.5, 0, 0), (2.0, 0.99, 0, 0), (0.1, 0.9, 0, 0), (2.0, 0.9, 1500, 0), (2.0, 1.0, 1200, 0.01), (0.01, 0.9, 1500, 0)]
+    options += [(1.0, 0.9, 0, 0.05), (0.3, 0.6, 1100, 0.2)]
+    rows = [(SamplingParams(temperature=t, top_p=p, top_k=k, seed=i, min_p=m), [1], []) for i, (t, p, k, m) in enumerate(options)]
     case = Case(vocab, vocab, rows)
-    logits = torch.randint(-8, 8, (6, vocab)).float() / 4  # many ties
+    logits = torch.randint(-8, 8, (len(rows), vocab)).float() / 4  # many ties
+    monkeypatch.setattr(filters, "NUCLEUS_GUESSES", guesses)
     guessed = case.probabilities(logits)
     drawn = case.sample(logits).token_ids
-    monkeypatch.setattr(filters, "NUCLEUS_GUESS", vocab)
-    assert (case.probabilities(logits) == guessed).all()
-    assert case.sample(logits).token_ids == drawn
     for row, (params, _, _) in enumerate(rows):
         assert_distribution(guessed[row], logits[row].double().numpy(), params)
+        assert case.sample(logits[row : row + 1], [row]).token_ids == [drawn[row]]
+    monkeypatch.setattr(filters, "NUCLEUS_GUESSES", ())
+    assert (case.probabilities(logits) == guessed).all()
+    assert case.sample(logits).token_ids == drawn
 
 
 def test_greedy_batches_are_never_sorted_and_host_work_is_done_once(monkeypatch):

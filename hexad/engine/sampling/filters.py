@@ -2,8 +2,8 @@
 
 - dense: no ranking needed (temperature and min_p alone).
 - short: top_k of at most SHORT_LIST tokens: only those are ranked.
-- nucleus: top_p over the whole vocabulary, or a long top_k. Where the host can look (CPU), the NUCLEUS_GUESS best are tried first, and only
-  rows whose nucleus is larger are ranked whole; elsewhere all are, so that nothing waits for the device. The result is the same.
+- nucleus: top_p over the whole vocabulary, or a long top_k. Where the host can look (CPU), the best NUCLEUS_GUESSES are tried in turn, and
+  only rows whose nucleus is larger are ranked whole; elsewhere all are, so that nothing waits for the device. The result is the same.
 
 Definitions, each on what the one before left: min_p keeps tokens at least min_p times as likely as the best; top_k keeps the k best; top_p
 keeps, best first, every token before which less than top_p of the mass was kept. The best token always stays.
@@ -22,7 +22,7 @@ from hexad.common.params import SamplingParams
 from hexad.engine.sampling import weights as w
 
 SHORT_LIST = 1024
-NUCLEUS_GUESS = 256
+NUCLEUS_GUESSES = (256, 4096)
 
 MakeTensor = Callable[[Sequence[float], torch.dtype], Tensor]
 
@@ -58,20 +58,19 @@ class DrawGroup:
 
     def _nucleus(self, weights: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         vocab = weights.shape[-1]
-        if weights.device.type != "cpu" or vocab <= NUCLEUS_GUESS:
+        if weights.device.type != "cpu":
             return _cut(weights, w.best_first(keys, vocab), self.top_k, self.top_p)
-        kept, ids = _cut(weights, w.best_first(keys, NUCLEUS_GUESS), self.top_k, self.top_p, weights.sum(dim=-1))
-        larger = (kept[:, -1] != 0) | (self.top_k < vocab)  # with a long top_k the total is not known from the short list
-        if not bool(larger.any()):
-            return kept, ids
-        rows = larger.nonzero()[:, 0]
-        whole_kept, whole_ids = _cut(weights[rows], w.best_first(keys[rows], vocab), self.top_k[rows], self.top_p[rows])
-        length = int((whole_kept != 0).sum(dim=-1).max())
-        width = max(length, NUCLEUS_GUESS)
-        kept = torch.nn.functional.pad(kept, (0, width - NUCLEUS_GUESS))
-        ids = torch.nn.functional.pad(ids, (0, width - NUCLEUS_GUESS))
-        kept[rows], ids[rows] = whole_kept[:, :width], whole_ids[:, :width]
-        return kept, ids
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, their kept weights, their ids
+        rows, top_k, top_p, total = torch.arange(weights.shape[0]), self.top_k, self.top_p, weights.sum(dim=-1)
+        for count in (*(guess for guess in NUCLEUS_GUESSES if guess < vocab), vocab):
+            kept, ids = _cut(weights, w.best_first(keys, count), top_k, top_p, total)
+            settled = kept[:, -1] == 0
+            if count == vocab or bool(settled.all()):
+                parts.append((rows, kept, ids))
+                break
+            parts.append((rows[settled], kept[settled], ids[settled]))
+            weights, keys, rows, top_k, top_p, total = (t[~settled] for t in (weights, keys, rows, top_k, top_p, total))
+        return _join(parts, self.rows.shape[0])
 
     def draw(self, logits: Tensor, best: Tensor, uniforms: Tensor) -> Tensor:
         """One token id for each row: [G] int64."""
@@ -81,16 +80,36 @@ class DrawGroup:
 
 
 def _cut(weights: Tensor, ids: Tensor, top_k: Tensor, top_p: Tensor, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Weights of the best tokens `ids` [G, K] after top_k and top_p; `total` is the mass before top_p, where K does not hold it all."""
+    """Weights of the best tokens `ids` [G, K] after top_k and top_p.
+
+    `total` [G] is the mass of the whole vocabulary, needed when K is only a part of it. A row whose last weight stays above 0 may keep more
+    than K tokens: it must be cut again with a larger K.
+    """
     ranked = weights.gather(1, ids)
     place = torch.arange(ids.shape[-1], device=ids.device)
     ranked.masked_fill_(place >= top_k[:, None], 0)
     before = ranked.cumsum(dim=-1)
-    mass = before[:, -1] if total is None else total
+    mass = before[:, -1]
+    if total is not None:  # where top_k cuts in beyond K, the mass is not known: keep everything for now
+        complete = (top_k <= ids.shape[-1]) | (ranked[:, -1] == 0)
+        mass = torch.where(complete, mass, torch.where(top_k < weights.shape[-1], torch.iinfo(torch.int64).max, total))
     limit = top_p * mass.to(torch.float64)
     before = before - ranked
     ranked.masked_fill_((before.to(torch.float64) >= limit[:, None]) & (place > 0), 0)
     return ranked, ids
+
+
+def _join(parts: Sequence[tuple[Tensor, Tensor, Tensor]], num_rows: int) -> tuple[Tensor, Tensor]:
+    """Lists of different lengths as one, in the order of the rows; the short ones end in weight 0."""
+    if len(parts) == 1:
+        return parts[0][1:]
+    width = max(kept.shape[-1] for _, kept, _ in parts)
+    all_kept = torch.zeros((num_rows, width), dtype=torch.int64)
+    all_ids = torch.zeros((num_rows, width), dtype=torch.int64)
+    for rows, kept, ids in parts:
+        all_kept[rows, : kept.shape[-1]] = kept
+        all_ids[rows, : ids.shape[-1]] = ids
+    return all_kept, all_ids
 
 
 def kind_of(params: SamplingParams, vocab_size: int) -> str:

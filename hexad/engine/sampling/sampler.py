@@ -156,7 +156,7 @@ class Sampler:
             if ids is None:
                 result[group.rows] = shares
             else:
-                result[group.rows] = torch.zeros_like(result[group.rows]).scatter_(1, ids, shares)
+                result[group.rows] = torch.zeros_like(result[group.rows]).scatter_add_(1, ids, shares)
         return result
 
     def to_host(self, sampled: Sampled) -> HostSampled:
