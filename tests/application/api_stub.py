@@ -32,6 +32,8 @@ VOCAB = 260
 class ByteTokenizer:
     """One id a byte, four special ids; special names in text become their ids."""
 
+    vocab_size = VOCAB
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = []
         while text:
@@ -100,13 +102,16 @@ class StubEngine:
         task.add_done_callback(lambda _: self.live.pop(submit.request_id, None))
         return stream
 
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        self.aborted.append(f"{request_id}/{choice}")
+
     def _abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
         if request_id in self.live:
             self.live[request_id].cancel()
 
     async def call(self, method: str, timeout_s: float = 30.0) -> dict[str, Any]:
-        return {"running": len(self.live), "waiting": 0, "kv_usage": 0.0}
+        return {"num_running": len(self.live), "num_waiting": 0, "kv_usage": 0.0}
 
     async def _run(self, submit: Submit, stream: RequestStream) -> None:
         if self.refuse is not None:

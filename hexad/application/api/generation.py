@@ -178,10 +178,12 @@ class Generation:
                 raise output_error(output) or HexadError(delta.error)
             if delta.done:
                 choice.finish_reason = delta.finish_reason
+                if delta.abort and len(run.choices) > 1:
+                    self._state.engine.abort(run.stream.request_id, output.choice)
             if delta.text or delta.token_ids or delta.done:
                 news.append(News(choice, delta))
         if all(choice.output.done for choice in run.choices):
-            run.stream.cancel()  # a stop string ended the last one: the engine does not know yet
+            run.stream.cancel()  # if a stop string ended the last one, the engine does not know yet
         elif not run.prompt_complete:
             run.held.extend(news)
             return []

@@ -57,7 +57,7 @@ async def version(state: ServerState, http: Request) -> Response:
 async def load(state: ServerState, http: Request) -> Response:
     """Requests inside this front end, and what the engine says of its queue."""
     stats = await _stats(state)
-    engine = {key: stats.get(key) for key in ("running", "waiting", "kv_usage")} if stats is not None else {}
+    engine = {key: stats.get(key) for key in ("num_running", "num_waiting", "kv_usage")} if stats is not None else {}
     return json_response({"server_load": state.admission.in_flight, "draining": state.admission.draining, **engine})
 
 

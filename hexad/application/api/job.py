@@ -152,7 +152,7 @@ class Job:
         def encode(text: str) -> Sequence[int]:
             return state.tokenizer.encode(text, add_special_tokens=False)
 
-        params = sampling_params(request, vocab_size=state.engine.welcome.vocab_size, defaults=state.sampling_defaults, encode=encode)
+        params = sampling_params(request, vocab_size=state.vocab_size, defaults=state.sampling_defaults, encode=encode)
         work = []
         for prompt in prompts:
             ids = truncate(prompt.ids, request.truncate_prompt_tokens, max_tokens=params.max_tokens, context=state.context)

@@ -61,7 +61,7 @@ def checked_ids(state: ServerState, ids: Sequence[int], param: str) -> tuple[int
     Raises:
         RequestError: one that it has not.
     """
-    vocab_size = state.engine.welcome.vocab_size
+    vocab_size = state.vocab_size
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
             raise RequestError(f"{param} names token {token_id}: ids of this model are 0 to {vocab_size - 1}", param=param)

@@ -31,11 +31,15 @@ class Engine(Protocol):
 
     def submit(self, submit: Submit) -> RequestStream: ...
 
+    def abort(self, request_id: str, choice: int | None = None) -> None: ...
+
     async def call(self, method: str, timeout_s: float = 30.0) -> dict[str, float | int | str | None]: ...
 
 
 class Tokenizer(TextTokenizer, Protocol):
     """Both ways between text and ids. Thread-safe."""
+
+    vocab_size: int
 
     def encode(self, text: str, add_special_tokens: bool = ...) -> Sequence[int]: ...
 
@@ -70,6 +74,11 @@ class ServerState:
     def context(self) -> int:
         """Longest sequence, prompt and output, in tokens."""
         return self.engine.welcome.max_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that stand for text: rows of the embedding beyond the tokenizer's ids are padding."""
+        return min(self.tokenizer.vocab_size, self.engine.welcome.vocab_size)
 
     @property
     def pool(self) -> int:

@@ -1,0 +1,178 @@
+"""The life of a server process: start the engine, listen, drain on a signal, end. One call, `Service.run`.
+
+- Before the model is up, a signal ends everything at once.
+- The first SIGTERM or SIGINT: readiness says 503 and new requests are refused at once; those inside may finish within
+  `shutdown_timeout_s`; the rest get an error event; exit code 0. The listener stays open meanwhile, so that refusals are answers.
+- The second one ends those inside now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Generator
+from typing import TypeVar
+
+import uvicorn
+
+from hexad.application.api.app import build_app
+from hexad.application.api.state import ServerState
+from hexad.common.config import HexadConfig, ServerConfig
+from hexad.common.errors import ConfigError, StartupError
+
+T = TypeVar("T")
+log = logging.getLogger("hexad.server")
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LAST_WORDS_S = 1.5  # after a kill: time for error events to be written
+KEEP_ALIVE_S = 75
+BACKLOG = 2_048
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its own signal handling."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class Service:
+    """One server. `open_state` makes the state and returns it with its closer; `on_listening` is told the address."""
+
+    def __init__(
+        self,
+        config: HexadConfig,
+        open_state: Callable[[], Awaitable[tuple[ServerState, Callable[[], Awaitable[None]]]]],
+        on_listening: Callable[[ServerState, str], None] = lambda state, url: None,
+    ) -> None:
+        self._config = config
+        self._open_state = open_state
+        self._on_listening = on_listening
+        self._signals = 0
+        self._asked = asyncio.Event()
+        self._forced = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until a signal; returns the exit code.
+
+        Raises:
+            StartupError: the address is taken, or the engine cannot start.
+        """
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            with bind(self._config.server) as sock:
+                opened = await self._or_signal(self._open_state())
+                if opened is None:
+                    return 0
+                state, close = opened
+                try:
+                    return await self._serve(state, sock)
+                finally:
+                    state.close()
+                    await close()
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        self._asked.set()
+        if self._signals > 1:
+            self._forced.set()
+
+    async def _or_signal(self, work: Awaitable[T]) -> T | None:
+        """The result of `work`, or None when a signal came first (then `work` was cancelled)."""
+        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
+        try:
+            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            return None
+        finally:
+            for waiting in (task, asked):
+                waiting.cancel()
+            await asyncio.gather(task, asked, return_exceptions=True)
+
+    async def _serve(self, state: ServerState, sock: socket.socket) -> int:
+        server = Server(uvicorn_config(state, self._config.server))
+        serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+        asked = asyncio.ensure_future(self._asked.wait())
+        try:
+            while not server.started and not serving.done():
+                await asyncio.sleep(0.005)
+            self._on_listening(state, url_of(sock, self._config.server))
+            await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                await self._drain(state)
+        finally:
+            asked.cancel()
+            server.should_exit = True
+            await serving
+        return 0
+
+    async def _drain(self, state: ServerState) -> None:
+        admission, timeout_s = state.admission, self._config.server.shutdown_timeout_s
+        admission.draining = True
+        log.info("shutting down: %d requests may finish within %g s", admission.in_flight, timeout_s)
+        drained = asyncio.ensure_future(admission.drain(timeout_s))
+        forced = asyncio.ensure_future(self._forced.wait())
+        await asyncio.wait({drained, forced}, return_when=asyncio.FIRST_COMPLETED)
+        for waiting in (drained, forced):
+            waiting.cancel()
+        if admission.in_flight:
+            log.warning("shutting down: %d requests did not finish and get an error", admission.in_flight)
+            admission.kill()
+            await admission.drain(LAST_WORDS_S)
+
+
+def uvicorn_config(state: ServerState, server: ServerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        build_app(state),
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+        ssl_certfile=server.ssl_certfile,
+        ssl_keyfile=server.ssl_keyfile,
+    )
+
+
+def bind(server: ServerConfig) -> socket.socket:
+    """A bound socket that does not listen yet: a taken port is known before the model is loaded.
+
+    Raises:
+        StartupError: the address cannot be had.
+    """
+    if bool(server.ssl_certfile) != bool(server.ssl_keyfile):
+        raise ConfigError("server.ssl_certfile and server.ssl_keyfile belong together: give both")
+    if server.api_server_count != 1:
+        raise ConfigError(f"server.api_server_count = {server.api_server_count}: this build runs one API process, use 1")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise StartupError(f"server.host = {server.host!r}: no such address here ({error.strerror})") from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise StartupError(
+            f"cannot listen on {server.host} port {server.port} ({error.strerror}): use another --port, 0 picks one"
+        ) from None
+    return sock
+
+
+def url_of(sock: socket.socket, server: ServerConfig) -> str:
+    """The address as a client on this machine would write it."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"{'https' if server.ssl_certfile else 'http'}://{host}:{port}"
