@@ -71,7 +71,7 @@ class ByteDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at_start = not any(self._shown(token_id) for token_id in prompt_ids)
+        self._at_start = not any(self._shown(token_id) and tokenizer.token_bytes(token_id) for token_id in prompt_ids)
         self._last = b""
         self.pending = False
         self._prime(prompt_ids)
@@ -90,7 +90,7 @@ class ByteDetokenizer:
             self._last = b""
             return ""
         piece = self._tokenizer.token_bytes(token_id) or b""
-        if self._at_start:
+        if self._at_start and piece:
             piece = self._first_piece(token_id, piece)
         self._last = piece
         text = self._decoder.decode(piece)
