@@ -9,9 +9,14 @@
 - Rotation is computed in float32 and rounded once.
 - K (turned) and V of token t go to `kv.k` and `kv.v` at flat slot `slots[t]` (block * block_size + offset); slot -1 is skipped.
 - Returns q [T, Hq, D] in `dtype`; it may be a view of `qkv`, which may be overwritten.
+
+On a CPU the reference keeps what it derived from the last `positions` and `slots` objects, because all layers of a step pass the same
+ones: a new step must come in new tensors.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -21,40 +26,80 @@ from hexad.operators.norm import rms_norm_reference
 from hexad.operators.registry import Kernel, registry
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
-    """Turn the first 2 * cos.shape[-1] features of x [T, H, D] by cos and sin [T, 1, R / 2] (float32), rounding once to x's dtype."""
-    half = cos.shape[-1]
-    turned = torch.empty_like(x)
-    if interleaved:
-        first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
-        out_first, out_second = turned[..., 0 : 2 * half : 2], turned[..., 1 : 2 * half : 2]
-    else:
-        first, second = x[..., :half], x[..., half : 2 * half]
-        out_first, out_second = turned[..., :half], turned[..., half : 2 * half]
-    torch.sub(first * cos, second * sin, out=out_first) if x.dtype == torch.float32 else out_first.copy_(first * cos - second * sin)
-    torch.add(second * cos, first * sin, out=out_second) if x.dtype == torch.float32 else out_second.copy_(second * cos + first * sin)
-    if 2 * half < x.shape[-1]:
-        turned[..., 2 * half :] = x[..., 2 * half :]
-    return turned
+@dataclass(slots=True)
+class Turns:
+    """What one step's positions and slots mean, worked out once for all layers."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    cos: torch.Tensor | None  # [T, 1, R] float32: each pair's cosine at both of its features; None: nothing turns
+    sin: torch.Tensor | None  # [T, 1, R] float32: likewise, negative at the first feature of a pair
+    kept: torch.Tensor | None  # tokens that are written; None: all
 
 
-def write_pages(pages: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
-    """Write values [T, Hkv, D] into pages [blocks, block_size, Hkv, D] at flat slots; -1 is skipped."""
-    flat = pages.view(-1, *pages.shape[2:])
+def make_turns(args: RopeKVArgs, positions: torch.Tensor, cos_sin: torch.Tensor, slots: torch.Tensor) -> Turns:
+    cos = sin = None
+    if args.rotary_dim:
+        half_cos, half_sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, R / 2]
+        join = _interleave if args.interleaved else _concatenate
+        cos, sin = join(half_cos, half_cos), join(-half_sin, half_sin)
+    kept = None
     if slots.device.type == "cpu" and slots.numel() and int(slots.min()) < 0:
-        kept = slots >= 0
-        slots, values = slots[kept], values[kept]
-    elif slots.device.type != "cpu":  # no host round trip: padding tokens rewrite what their page has
-        kept = (slots >= 0).view(-1, 1, 1)
-        slots = slots.clamp_min(0)
-        values = torch.where(kept, values.to(flat.dtype), flat[slots])
-    flat.index_copy_(0, slots, values.to(flat.dtype))
+        kept = (slots >= 0).nonzero().squeeze(1)
+    return Turns(positions, slots, cos, sin, kept)
+
+
+def _concatenate(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return torch.cat((first, second), dim=-1)
+
+
+def _interleave(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return torch.stack((first, second), dim=-1).flatten(-2)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """Turn the first R features of x [T, H, D] by cos and sin [T, 1, R]: x cos + partner(x) sin, in float32, rounded once."""
+    rotary_dim = cos.shape[-1]
+    wide = x[..., :rotary_dim].float()
+    if interleaved:
+        partner = wide.view(*wide.shape[:-1], -1, 2).flip(-1).flatten(-2)
+    else:
+        partner = wide.roll(rotary_dim // 2, -1)
+    turned = (wide * cos).addcmul_(partner, sin).to(x.dtype)
+    return turned if rotary_dim == x.shape[-1] else torch.cat((turned, x[..., rotary_dim:]), dim=-1)
+
+
+def write_pages(pages: torch.Tensor, turns: Turns, values: torch.Tensor) -> None:
+    """Write values [T, Hkv, D] into pages [blocks, block_size, Hkv, D] at flat slots; -1 is skipped."""
+    flat, slots = pages.view(-1, *pages.shape[2:]), turns.slots
+    values = values.to(flat.dtype)
+    if turns.kept is not None:
+        slots, values = slots[turns.kept], values[turns.kept]
+    elif slots.device.type != "cpu":
+        slots, values = _repeat_for_padding(flat, slots, values)
+    flat.index_copy_(0, slots, values)
+
+
+def _repeat_for_padding(flat: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Padding tokens repeat the write of another token, or rewrite what slot 0 has if all are padding: no round trip to the host."""
+    other = slots.argmax(0, keepdim=True)
+    target = slots[other].clamp_min(0)
+    value = torch.where((slots[other] >= 0).view(-1, 1, 1), values[other], flat[target])
+    written = slots >= 0
+    return torch.where(written, slots, target), torch.where(written.view(-1, 1, 1), values, value)
 
 
 def rope_kv_write_reference(args: RopeKVArgs) -> Kernel:
     heads, kv_heads, dim = args.heads, args.kv_heads, args.head_dim
-    half, interleaved = args.rotary_dim // 2, args.interleaved
     norm = rms_norm_reference(NormArgs(dim, args.eps, args.dtype, args.device_type))
+    last: list[Turns] = []
+
+    def turns_of(positions: torch.Tensor, cos_sin: torch.Tensor, slots: torch.Tensor) -> Turns:
+        if args.device_type != "cpu":
+            return make_turns(args, positions, cos_sin, slots)
+        if not last or last[0].positions is not positions or last[0].slots is not slots:
+            last[:] = [make_turns(args, positions, cos_sin, slots)]
+        return last[0]
 
     def rope_kv_write(
         qkv: torch.Tensor,
@@ -65,15 +110,15 @@ def rope_kv_write_reference(args: RopeKVArgs) -> Kernel:
         q_weight: torch.Tensor | None = None,
         k_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        turns = turns_of(positions, cos_sin, slots)
         split = qkv.view(-1, heads + 2 * kv_heads, dim)  # [T, Hq + 2 Hkv, D]
         qk, v = split[:, : heads + kv_heads], split[:, heads + kv_heads :]
         if q_weight is not None and k_weight is not None:
             qk = torch.cat((norm(qk[:, :heads], q_weight), norm(qk[:, heads:], k_weight)), dim=1)
-        if half:
-            table = cos_sin[positions].unsqueeze(1)  # [T, 1, R]
-            qk = rotate(qk, table[..., :half], table[..., half:], interleaved=interleaved)
-        write_pages(kv.k, slots, qk[:, heads:])
-        write_pages(kv.v, slots, v)
+        if turns.cos is not None and turns.sin is not None:
+            qk = rotate(qk, turns.cos, turns.sin, interleaved=args.interleaved)
+        write_pages(kv.k, turns, qk[:, heads:])
+        write_pages(kv.v, turns, v)
         return qk[:, :heads]
 
     return rope_kv_write
