@@ -15,7 +15,7 @@ app = typer.Typer(
 
 @app.callback()
 def _group() -> None:
-    pass
+    """The configuration."""
 
 
 def _show(

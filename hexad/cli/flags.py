@@ -88,12 +88,14 @@ def with_config(command: Callable[..., None]) -> Callable[..., None]:
             given["model.model"] = model
         command(settings=load_settings(given, file), **values)
 
+    model_help = "A folder, a .gguf file, or a source (hf:org/name, pypi:package)."
+    file_help = "YAML or TOML file with any of the keys below."
     parameters = [
-        _parameter("model_argument", str | None, typer.Argument(metavar="MODEL", help="A folder, a .gguf file, or a source (hf:org/name, pypi:package)."), None),
+        _parameter("model_argument", str | None, typer.Argument(metavar="MODEL", help=model_help), None),
         *own.values(),
-        _parameter("config_file", str | None, typer.Option("--config", metavar="FILE", help="YAML or TOML file with any of the keys below."), None),
+        _parameter("config_file", str | None, typer.Option("--config", metavar="FILE", help=file_help), None),
         *(_option(name, key) for name, key in options.items()),
-    ]  # fmt: skip
+    ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__ = command.__doc__
@@ -115,7 +117,7 @@ def _option(name: str, key: str) -> inspect.Parameter:
     kind = field_types()[key]
     flag = flag_name(key)
     panel = PANELS.get(key.partition(".")[0], "More")
-    texts = {"help": HELP.get(key, ""), "rich_help_panel": panel, "show_default": False}
+    texts: dict[str, Any] = {"help": HELP.get(key, ""), "rich_help_panel": panel, "show_default": False}
     names = tuple(dict.fromkeys((flag, *ALIASES.get(key, ()))))
     if kind is bool:
         return _parameter(name, bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", **texts), None)

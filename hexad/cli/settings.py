@@ -114,7 +114,7 @@ def _parse(path: Path, text: str) -> Any:
         return tomllib.loads(text)
     if path.suffix not in (".yaml", ".yml", ".json"):
         raise ConfigError(f"{path}: use a file that ends in .yaml, .yml, .json or .toml")
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     try:
         return yaml.safe_load(text) or {}

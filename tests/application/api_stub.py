@@ -58,14 +58,25 @@ class ChatML:
     def __init__(self, alternate: bool = False) -> None:
         self.alternate = alternate
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **variables: Any) -> str:
+    def encode(
+        self,
+        tokenizer: ByteTokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_special_tokens: bool = False,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> tuple[list[int], str]:
         roles = [m["role"] for m in messages]
         if self.alternate and any(a == b for a, b in pairwise(roles)):
             raise RequestError("roles must alternate", param="messages")
         text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-        if variables.get("continue_final_message"):
-            return text.removesuffix("<|im_end|>\n")
-        return text + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+        if continue_final_message:
+            text = text.removesuffix("<|im_end|>\n")
+        elif add_generation_prompt:
+            text += "<|im_start|>assistant\n"
+        return tokenizer.encode(text), text
 
 
 def echo_words(submit: Submit, choice: int) -> bytes:

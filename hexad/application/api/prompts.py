@@ -90,13 +90,15 @@ def chat_prompt(
         raise RequestError("add_generation_prompt and continue_final_message exclude each other: set one", param="continue_final_message")
     if continue_final_message and turns[-1]["role"] != "assistant":
         raise RequestError("continue_final_message needs a last message of role assistant", param="continue_final_message")
-    text = state.template.render(
+    ids, text = state.template.encode(
+        state.tokenizer,
         turns,
+        add_special_tokens=bool(add_special_tokens),
         add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
         continue_final_message=bool(continue_final_message),
         **_template_variables(variables),
     )
-    return Prompt(tuple(state.tokenizer.encode(text, add_special_tokens=bool(add_special_tokens))), text)
+    return Prompt(tuple(ids), text)
 
 
 def _counted(messages: Sequence[Message]) -> Sequence[Message]:

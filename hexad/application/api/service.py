@@ -13,12 +13,13 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Generator
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, TypeVar
 
 import uvicorn
 
 from hexad.application.api.app import build_app
+from hexad.application.api.startup import Opened
 from hexad.application.api.state import ServerState
 from hexad.common.config import HexadConfig, ServerConfig
 from hexad.common.errors import ConfigError, StartupError
@@ -40,23 +41,23 @@ class Server(uvicorn.Server):
 
 
 class Service:
-    """One server. `open_state` makes the state and returns it with its closer; `on_listening` is told the address."""
+    """One server. `open_server` starts the engine; `on_listening` is told the address."""
 
     def __init__(
         self,
         config: HexadConfig,
-        open_state: Callable[[], Awaitable[tuple[ServerState, Callable[[], Awaitable[None]]]]],
-        on_listening: Callable[[ServerState, str], None] = lambda state, url: None,
+        open_server: Callable[[], Coroutine[Any, Any, Opened]],
+        on_listening: Callable[[Opened, str], None] = lambda opened, url: None,
     ) -> None:
         self._config = config
-        self._open_state = open_state
+        self._open_server = open_server
         self._on_listening = on_listening
         self._signals = 0
         self._asked = asyncio.Event()
         self._forced = asyncio.Event()
 
     async def run(self) -> int:
-        """Serve until a signal; returns the exit code.
+        """Serve until a signal (exit code 0), or until the engine cannot be kept alive (1).
 
         Raises:
             StartupError: the address is taken, or the engine cannot start.
@@ -66,15 +67,13 @@ class Service:
             loop.add_signal_handler(number, self._on_signal)
         try:
             with bind(self._config.server) as sock:
-                opened = await self._or_signal(self._open_state())
+                opened = await self._or_signal(self._open_server())
                 if opened is None:
                     return 0
-                state, close = opened
                 try:
-                    return await self._serve(state, sock)
+                    return await self._serve(opened, sock)
                 finally:
-                    state.close()
-                    await close()
+                    await opened.close()
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
@@ -85,7 +84,7 @@ class Service:
         if self._signals > 1:
             self._forced.set()
 
-    async def _or_signal(self, work: Awaitable[T]) -> T | None:
+    async def _or_signal(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`, or None when a signal came first (then `work` was cancelled)."""
         task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
         try:
@@ -98,22 +97,24 @@ class Service:
                 waiting.cancel()
             await asyncio.gather(task, asked, return_exceptions=True)
 
-    async def _serve(self, state: ServerState, sock: socket.socket) -> int:
-        server = Server(uvicorn_config(state, self._config.server))
+    async def _serve(self, opened: Opened, sock: socket.socket) -> int:
+        server = Server(uvicorn_config(opened.state, self._config.server))
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
         asked = asyncio.ensure_future(self._asked.wait())
+        lost = asyncio.ensure_future(opened.engine.gave_up.wait())
         try:
             while not server.started and not serving.done():
                 await asyncio.sleep(0.005)
-            self._on_listening(state, url_of(sock, self._config.server))
-            await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)
+            self._on_listening(opened, url_of(sock, self._config.server))
+            await asyncio.wait({serving, asked, lost}, return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
-                await self._drain(state)
+                await self._drain(opened.state)
+            return 1 if lost.done() else 0
         finally:
             asked.cancel()
+            lost.cancel()
             server.should_exit = True
             await serving
-        return 0
 
     async def _drain(self, state: ServerState) -> None:
         admission, timeout_s = state.admission, self._config.server.shutdown_timeout_s

@@ -45,13 +45,15 @@ class Tokenizer(TextTokenizer, Protocol):
 
 
 class Template(Protocol):
-    """Messages to prompt text. Thread-safe, bounded in time and size.
+    """Messages to prompt ids. Thread-safe, bounded in time and size; names of control tokens inside messages stay text.
 
     Raises:
         RequestError: the template refuses the messages, with its own words.
     """
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **variables: Any) -> str: ...
+    def encode(
+        self, tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = ..., **options: Any
+    ) -> tuple[Sequence[int], str]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,84 @@
+"""Keeps an engine process running: when it dies, its requests get one error each, and a new one is started, with pauses in between."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from hexad.common.errors import EngineDeadError, StartupError
+from hexad.orchestration.client import EngineClient, Stats
+from hexad.orchestration.messages import Submit, Welcome
+from hexad.orchestration.stream import RequestStream
+
+log = logging.getLogger("hexad.server")
+MAX_DEATHS = 5  # within WINDOW_S; one more, and it is given up
+WINDOW_S = 600.0
+FIRST_PAUSE_S = 0.5  # doubles with each death in the window
+
+
+class SupervisedEngine:
+    """An `Engine` that outlives its process. `gave_up` is set when it has died too often. Event-loop bound."""
+
+    def __init__(self, client: EngineClient, start: Callable[[], Awaitable[EngineClient]]) -> None:
+        self.gave_up = asyncio.Event()
+        self._start = start
+        self._deaths: deque[float] = deque()
+        self._restart: asyncio.Task[None] | None = None
+        self._closed = False
+        self._use(client)
+
+    def _use(self, client: EngineClient) -> None:
+        self._client = client
+        self.welcome: Welcome = client.welcome
+        client.on_death(self._on_death)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._client.is_alive
+
+    def submit(self, submit: Submit) -> RequestStream:
+        return self._client.submit(submit)
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        self._client.abort(request_id, choice)
+
+    async def call(self, method: str, timeout_s: float = 30.0) -> Stats:
+        return await self._client.call(method, timeout_s)
+
+    def _on_death(self, error: EngineDeadError) -> None:
+        if not self._closed and self._restart is None:
+            self._restart = asyncio.get_running_loop().create_task(self._revive())
+
+    async def _revive(self) -> None:
+        try:
+            while not self._closed:
+                now_s = time.monotonic()
+                self._deaths.append(now_s)
+                while now_s - self._deaths[0] > WINDOW_S:
+                    self._deaths.popleft()
+                if len(self._deaths) > MAX_DEATHS:
+                    log.error("the engine process died %d times in %g s: giving up", len(self._deaths), WINDOW_S)
+                    self.gave_up.set()
+                    return
+                await asyncio.sleep(FIRST_PAUSE_S * 2 ** (len(self._deaths) - 1))
+                await self._client.close(1.0)
+                try:
+                    self._use(await self._start())
+                except StartupError as error:
+                    log.error("the engine process could not be started again: %s", error.message)
+                    continue
+                log.warning("the engine process was started again")
+                return
+        finally:
+            self._restart = None
+
+    async def close(self) -> None:
+        """End the engine; nothing is started again."""
+        self._closed = True
+        if self._restart is not None:
+            self._restart.cancel()
+            await asyncio.gather(self._restart, return_exceptions=True)
+        await self._client.close()
