@@ -51,7 +51,8 @@ class _Entry(msgspec.Struct):
     logprobs: TokenLogprobs | None
     raw: bytes
     start: int  # characters of text before it
-    end: int  # characters of text when its last byte is decoded
+    decoded: int  # characters of text that it completes
+    end: int  # characters of text that show all its bytes: one more than `decoded` while it ends inside a character
     shown: bool = True  # False: the token that ended the choice, without text
 
 
@@ -104,7 +105,7 @@ class ChoiceOutput:
             logprobs = output.logprobs[index] if index < len(output.logprobs) else None
             self.num_tokens += 1
             if index == last and output.stop_token_id is not None and not self._params.include_stop_str_in_output:
-                self._waiting.append(_Entry(token_id, logprobs, b"", self._decoded, self._decoded, shown=False))
+                self._waiting.append(_Entry(token_id, logprobs, b"", self._decoded, self._decoded, self._decoded, shown=False))
                 break
             shown.append(self._push_token(token_id, logprobs))
             if self._stopped:
@@ -117,7 +118,7 @@ class ChoiceOutput:
         text = detokenizer.push(token_id)
         self._decoded += len(text)
         end = self._decoded + (1 if detokenizer.pending else 0)
-        self._waiting.append(_Entry(token_id, logprobs, detokenizer.raw(token_id, text), start, end))
+        self._waiting.append(_Entry(token_id, logprobs, detokenizer.raw(token_id, text), start, self._decoded, end))
         return self._show(text)
 
     def _show(self, text: str) -> str:
@@ -171,7 +172,7 @@ class ChoiceOutput:
 
     def _up_to_stop(self, entries: list[_Entry], stop_end: int) -> list[_Entry]:
         """Drop what follows the token that completed the stop string; hide the entries that show nothing."""
-        count = next((i + 1 for i, entry in enumerate(entries) if entry.end >= stop_end), len(entries))
+        count = next((i + 1 for i, entry in enumerate(entries) if entry.decoded >= stop_end), len(entries))
         self.num_tokens -= len(entries) - count
         kept = entries[:count]
         for entry in kept:

@@ -16,6 +16,7 @@ from hexad.engine.plan import NewRequest, TokenSegment
 from hexad.engine.sampling import filters
 from hexad.engine.sampling.logprobs import prompt_logprobs
 from hexad.engine.sampling.sampler import Sampler
+from hexad.engine.sampling.weights import draw
 
 INF = math.inf
 TABLE_WIDTH = 40
@@ -432,6 +433,33 @@ def test_a_slot_taken_again_has_its_new_options():
     request = NewRequest(rid=9, prompt=(TokenSegment((1,)),), prompt_len=1, params=SamplingParams(temperature=0, logit_bias={4: 100.0}))
     case.sampler.add(0, request)
     assert case.sample(torch.zeros(1, 10)).token_ids == [4]
+
+
+def test_bad_words_look_at_the_output_alone():
+    params = SamplingParams(temperature=0, bad_words_ids=((7, 8, 9),))
+    for prompt, output, banned in (
+        ([7, 8], [], False),
+        ([7], [8], False),
+        ([1], [7, 8], True),
+        ([7], [8, 7, 8], True),
+        ([1], [7, 3], False),
+    ):
+        case = Case(10, 10, [(params, prompt, output)])
+        logits = torch.zeros(1, 10)
+        logits[0, 9] = 5.0
+        assert case.sample(logits).token_ids == [0 if banned else 9], (prompt, output)
+
+
+def test_top_p_stops_where_the_mass_is_reached_exactly():
+    options = [SamplingParams(top_p=0.5), SamplingParams(top_p=0.5, top_k=8), SamplingParams(top_p=0.50001)]
+    probabilities = Case(8, 8, [(p, [1], []) for p in options]).probabilities(torch.zeros(3, 8))
+    assert [(row > 0).tolist() for row in probabilities] == [[i < n for i in range(8)] for n in (4, 4, 5)]
+
+
+def test_tokens_without_weight_are_never_drawn_at_the_edges():
+    weights = torch.tensor([[0, 3, 0, 0, 1, 0]] * 5)
+    columns = draw(weights, torch.tensor([0.0, 0.7499, 0.75, 0.9999, 1 - 2.0**-53], dtype=torch.float64))
+    assert columns.tolist() == [1, 1, 4, 4, 4]
 
 
 def test_min_tokens_frees_the_end_exactly_then():

@@ -297,6 +297,24 @@ def test_a_stop_in_the_last_output_needs_no_abort():
     assert len(deltas[-1].token_ids) == 1  # the end of sequence came after the stop
 
 
+def test_a_stop_decided_late_counts_up_to_the_token_that_completed_it():
+    """ "bc" waits for "abcd": the tokens drawn meanwhile are dropped."""
+    tokenizer = PieceTokenizer()
+    a, bc, x = (tokenizer.add(p) for p in (b"a", b"bc", b"x"))
+    params = SamplingParams(stop=("abcd", "bc"))
+    deltas, choice = run(tokenizer, [a, bc, x, x], params)
+    assert (joined(deltas)[:2], choice.num_tokens, deltas[-1].stop_reason) == (("a", [a, bc]), 2, "bc")
+    deltas, choice = run(tokenizer, [a, bc], params)
+    assert (joined(deltas)[:2], choice.num_tokens, deltas[-1].finish_reason) == (("a", [a, bc]), 2, "stop")
+
+
+def test_a_stop_is_completed_by_the_token_with_the_last_byte_of_its_last_character():
+    tokenizer = PieceTokenizer()
+    ids = [tokenizer.add(p) for p in ("é".encode()[:1], "é".encode()[1:])]
+    deltas, choice = run(tokenizer, ids, SamplingParams(stop=("é",)))
+    assert (joined(deltas)[:2], choice.num_tokens) == (("", ids), 2)
+
+
 def test_after_the_end_everything_is_ignored():
     tokenizer = PieceTokenizer()
     _, choice = run(tokenizer, [tokenizer.add(b"a.")], SamplingParams(stop=(".",)))
