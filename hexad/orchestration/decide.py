@@ -30,7 +30,7 @@ class Decision:
 
 
 def resolve_device(config: HexadConfig, machine: Machine) -> Decision:
-    """Which device runs the model: "cpu", "cuda:N" or "fake" (no model at all: for tests and load tools).
+    """Which device runs the model: "cpu", "cuda:N", or "fake[:seconds a step]" (no model at all: for tests and load tools).
 
     Raises:
         ConfigError: no such device here.
@@ -43,6 +43,8 @@ def resolve_device(config: HexadConfig, machine: Machine) -> Decision:
             return Decision("device.device", "cuda:0", f"{len(machine.gpus)} GPU(s) here, the first is an {machine.gpus[0].name}")
         return Decision("device.device", "cpu", "no GPU here")
     kind, _, index = asked.partition(":")
+    if kind == "fake" and index.replace(".", "", 1).isdigit():
+        return Decision("device.device", asked, "as configured")
     if kind != "cuda" or not (index or "0").isdigit():
         raise ConfigError(f"device.device = {asked!r}: use auto, cpu, cuda or cuda:N")
     if int(index or 0) >= len(machine.gpus):

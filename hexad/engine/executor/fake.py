@@ -140,7 +140,7 @@ def fake_logprobs(token: int, state: int, count: int, vocab_size: int) -> TokenL
 class _State:
     """What the device would know of one request."""
 
-    __slots__ = ("chain", "computed", "drawer", "ids", "new", "tables")
+    __slots__ = ("chain", "computed", "drawer", "failure", "ids", "new", "tables")
 
     def __init__(self, new: NewRequest, drawer: Drawer, ids: array[int]) -> None:
         self.new = new
@@ -149,6 +149,7 @@ class _State:
         self.chain: list[int] = []  # chain[p]: hash of ids 0..p
         self.tables = [list(table) for table in new.block_ids]
         self.computed = new.num_cached
+        self.failure: str | None = None  # a failed row drew no token: plans already in flight can only fail too
 
 
 class _Clocked(Protocol):
@@ -249,6 +250,8 @@ class FakeExecutor:
 
     def _row(self, row: Row, failing: list[Fault], masks: Masks | None) -> RowResult:
         state = self._states[row.rid]
+        if state.failure is not None:
+            return RowResult(rid=row.rid, error=state.failure)
         for table, added in zip(state.tables, row.new_block_ids, strict=False):
             table.extend(added)
         start = state.computed  # the plan's own `start` counts drafts in flight as accepted
@@ -262,7 +265,8 @@ class FakeExecutor:
         for fault in failing:
             if fault.rid is None or fault.rid == row.rid:
                 what = "logits are not finite (NaN)" if fault.kind == "nan" else "injected failure"
-                return RowResult(rid=row.rid, error=f"{what} at position {end - 1}")
+                state.failure = f"{what} at position {end - 1}"
+                return RowResult(rid=row.rid, error=state.failure)
         if not row.samples:
             return RowResult(rid=row.rid, prompt_logprobs=self._prompt_logprobs(state, start, end))
         assert end == len(state.ids), f"rid {row.rid} samples at {end}, but {len(state.ids)} ids are known"
