@@ -230,7 +230,7 @@ def test_the_real_model_loads_fast_and_as_the_reference_reads_it():
     assert all(bool(t.isfinite().all()) for t in tensors.values())
     names = {gguf_name(name): name for name in tensors}
     heads = {"attn_q": 9, "attn_k": 3}
-    for tensor in random.Random(fresh_seed()).sample(gguf.GGUFReader(path).tensors, 24):
+    for tensor in random.Random(fresh_seed()).sample(gguf.GGUFReader(path).tensors, 8):
         ours = tensors[names[tensor.name]].numpy()
         kind = tensor.name.split(".")[-2]
         stored = interleave(ours, heads[kind]) if kind in heads else ours
