@@ -8,10 +8,11 @@ import msgspec
 
 from hexad.bench.shapes import resolve_model
 from hexad.common.errors import ModelError
-from hexad.models.catalog import is_gguf, read_json, read_spec
+from hexad.models.catalog import is_gguf, read_spec
 from hexad.models.costs import WeightFormat, format_of
 from hexad.models.formats import hf_config
 from hexad.models.formats.fields import Fields
+from hexad.models.formats.files import read_json
 from hexad.models.formats.gguf import GGUFFile, find_gguf
 from hexad.models.spec import ModelSpec, MoESpec
 
@@ -25,12 +26,9 @@ def locate(model: str) -> Path:
     Raises:
         ModelError: it cannot be found or fetched.
     """
-    path = Path(resolve_model(model))
-    if path.exists() or ":" not in model:
-        return path  # a path that does not exist is refused by whoever reads it
     from hexad.models.sources import fetch
 
-    return Path(fetch(model))
+    return fetch(resolve_model(model)).path
 
 
 def read_facts(model: str) -> tuple[ModelSpec, WeightFormat]:

@@ -1,0 +1,257 @@
+"""`hexad bench`: measure an engine in this process or behind an address, compare, and draw."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hexad.common.errors import ConfigError, HexadError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Measure speed, memory and accuracy; compare and draw results.")
+
+ModelOption = Annotated[str, typer.Option("--model", help="folder, .gguf file, source, or shape such as llama-3.1-8b (dummy weights)")]
+LoadOption = Annotated[list[str] | None, typer.Option("--load", help="W1 to W9; may be repeated")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="write the result here (with several loads: FILE-W1.json, ...)")]
+DurationOption = Annotated[float | None, typer.Option("--duration-s", help="steady state for so long, instead of the whole load")]
+RequestsOption = Annotated[int | None, typer.Option("--requests", "--num-prompts", help="in place of the load's number")]
+InputOption = Annotated[list[int] | None, typer.Option("--input-len", help="prompt tokens; may be repeated where the load sweeps them")]
+OutputOption = Annotated[int | None, typer.Option("--output-len", help="output tokens")]
+PrefixOption = Annotated[int | None, typer.Option("--prefix-len", help="shared prefix tokens")]
+BatchOption = Annotated[list[int] | None, typer.Option("--batch", help="batch sizes of a decode sweep")]
+ConcurrencyOption = Annotated[list[int] | None, typer.Option("--concurrency", "--max-concurrency", help="streams at once")]
+UrlOption = Annotated[str | None, typer.Option("--base-url", help="an OpenAI-compatible address instead of an engine in this process")]
+NameOption = Annotated[str | None, typer.Option("--served-model-name", help="the model's name at the address")]
+KeyOption = Annotated[str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="key for the address")]
+EngineOption = Annotated[list[str] | None, typer.Option("-o", "--option", help="engine option as key=value, such as max_num_seqs=256")]
+SeedOption = Annotated[int, typer.Option("--seed", help="of the random prompts")]
+CalibrationOption = Annotated[float, typer.Option("--calibration-s", help="seconds for each ceiling measured first; 0: none")]
+QuietOption = Annotated[bool, typer.Option("--quiet", help="no progress")]
+RepeatsOption = Annotated[int, typer.Option("--repeats", help="runs of a single stream; the median counts")]
+
+
+def guarded(action: Callable[[], Any]) -> Any:
+    """Run a command's body: mistakes end with their message and code, an interrupt with 130."""
+    try:
+        return action()
+    except KeyboardInterrupt:
+        typer.echo("interrupted: what was measured is in the result file, marked partial", err=True)
+        raise typer.Exit(130) from None
+    except HexadError as error:
+        typer.echo(error.message, err=True)
+        raise typer.Exit(getattr(error, "exit_code", 1)) from None
+
+
+def engine_options(items: list[str] | None) -> dict[str, Any]:
+    """["max_num_seqs=256", "dtype=bfloat16"] as a dict; values are read as JSON where they are JSON.
+
+    Raises:
+        ConfigError: not key=value.
+    """
+    found: dict[str, Any] = {}
+    for item in items or []:
+        key, separator, value = item.partition("=")
+        if not separator:
+            raise ConfigError(f"-o has {item!r}: write key=value, for instance max_num_seqs=256")
+        try:
+            found[key.replace("-", "_")] = json.loads(value)
+        except ValueError:
+            found[key.replace("-", "_")] = value
+    return found
+
+
+def run_loads(
+    kind: str,
+    default_loads: list[str],
+    model: str,
+    loads: list[str] | None,
+    path: Path | None,
+    *,
+    scaling: dict[str, Any],
+    target: dict[str, Any],
+    options: dict[str, Any],
+    calibration_s: float,
+    quiet: bool,
+) -> None:
+    """The body of every command that runs loads."""
+    from hexad.bench.loads import find_load
+    from hexad.bench.runs import Options
+    from hexad.bench.session import Session, Target
+
+    def body() -> None:
+        chosen = [find_load(name).scaled(**scaling) for name in loads or default_loads]
+        session = Session(Target(model, **target), Options(**options), calibration_s, quiet, kind)
+        made = session.run(chosen, path)
+        for result in made:
+            show(result)
+
+    guarded(body)
+
+
+def show(result: dict[str, Any]) -> None:
+    """The result for people, on stdout."""
+    from hexad.bench.compare import flatten
+
+    typer.echo(f"{result['load']['name']} {result['model']} {result['format']} on {result['device'].get('name')}")
+    shares = {row["metric"].replace("[", ".").rstrip("]"): row["share_of_floor"] for row in result.get("against_floors", [])}
+    for name, value in flatten(result["metrics"]).items():
+        if name.startswith("serving.") or name.split(".")[-1] in ("std", "p90", "p95"):
+            continue
+        share = f"   at {shares[name]:.0%} of the floor" if name in shares else ""
+        typer.echo(f"  {name:<36} {value:>16,.3f}{share}")
+    for flag in result["flags"]:
+        typer.echo(f"  ! {flag}")
+
+
+@app.command()
+def offline(
+    model: ModelOption,
+    load: LoadOption = None,
+    json_path: JsonOption = None,
+    duration_s: DurationOption = None,
+    requests: RequestsOption = None,
+    input_len: InputOption = None,
+    output_len: OutputOption = None,
+    prefix_len: PrefixOption = None,
+    base_url: UrlOption = None,
+    served_model_name: NameOption = None,
+    api_key: KeyOption = None,
+    option: EngineOption = None,
+    seed: SeedOption = 0,
+    calibration_s: CalibrationOption = 0.3,
+    quiet: QuietOption = False,
+) -> None:
+    """Throughput with every request submitted at once (W1, W4, W5, W8; default W1)."""
+    scaling = {"requests": requests, "input_tokens": input_len, "output_tokens": output_len, "shared_prefix_tokens": prefix_len}
+    run_loads(
+        "offline", ["W1"], model, load, json_path, scaling=scaling,
+        target=_target(option, base_url, served_model_name, api_key),
+        options={"duration_s": duration_s, "seed": seed}, calibration_s=calibration_s, quiet=quiet,
+    )  # fmt: skip
+
+
+@app.command()
+def latency(
+    model: ModelOption,
+    load: LoadOption = None,
+    json_path: JsonOption = None,
+    duration_s: DurationOption = None,
+    requests: RequestsOption = None,
+    input_len: InputOption = None,
+    output_len: OutputOption = None,
+    batch: BatchOption = None,
+    repeats: RepeatsOption = 3,
+    base_url: UrlOption = None,
+    served_model_name: NameOption = None,
+    api_key: KeyOption = None,
+    option: EngineOption = None,
+    seed: SeedOption = 0,
+    calibration_s: CalibrationOption = 0.3,
+    quiet: QuietOption = False,
+) -> None:
+    """Prefill and decode apart: a single stream (W2), prefill (W3), decode steps by batch (W7); default W2."""
+    scaling = {"requests": requests, "input_tokens": input_len, "output_tokens": output_len, "batch": batch}
+    run_loads(
+        "latency", ["W2"], model, load, json_path, scaling=scaling,
+        target=_target(option, base_url, served_model_name, api_key),
+        options={"duration_s": duration_s, "seed": seed, "repeats": repeats}, calibration_s=calibration_s, quiet=quiet,
+    )  # fmt: skip
+
+
+@app.command()
+def serve(
+    model: ModelOption,
+    load: LoadOption = None,
+    json_path: JsonOption = None,
+    duration_s: DurationOption = None,
+    requests: RequestsOption = None,
+    input_len: InputOption = None,
+    output_len: OutputOption = None,
+    concurrency: ConcurrencyOption = None,
+    request_rate: Annotated[float | None, typer.Option(help="requests a second at random (Poisson) instead of a closed loop")] = None,
+    goodput: Annotated[list[str] | None, typer.Option(help="limits of a good request in ms: ttft:1000 tpot:50 e2el:...")] = None,
+    base_url: UrlOption = None,
+    served_model_name: NameOption = None,
+    api_key: KeyOption = None,
+    clients: Annotated[int | None, typer.Option(help="client processes (default: one for 128 streams)")] = None,
+    extra_body: Annotated[str | None, typer.Option(help="JSON object merged into every request")] = None,
+    option: EngineOption = None,
+    seed: SeedOption = 0,
+    calibration_s: CalibrationOption = 0.3,
+    quiet: QuietOption = False,
+) -> None:
+    """A closed loop of streams (W9) against --base-url; without it, the same loop in this process, to see what HTTP costs."""
+    scaling = {"requests": requests, "input_tokens": input_len, "output_tokens": output_len, "concurrency": concurrency}
+
+    def options() -> dict[str, Any]:
+        from hexad.bench.records import parse_slo
+
+        return {"duration_s": duration_s, "seed": seed, "request_rate": request_rate, "slo": parse_slo(goodput or [])}
+
+    target = _target(option, base_url, served_model_name, api_key) | {"clients": clients, "extra_body": _json_object(extra_body)}
+    run_loads(
+        "serve", ["W9"], model, load, json_path, scaling=scaling, target=target, options=guarded(options),
+        calibration_s=calibration_s, quiet=quiet,
+    )  # fmt: skip
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="a result file")],
+    second: Annotated[Path, typer.Argument(help="a result file of the same load, model, format and device")],
+    force: Annotated[bool, typer.Option(help="compare runs that differ, all the same")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Ratios of two results; refuses runs that are not alike."""
+    from hexad.bench import compare as comparing
+    from hexad.bench.results import load_result
+
+    a, b = guarded(lambda: load_result(first)), guarded(lambda: load_result(second))
+    unlike = comparing.differences(a, b)
+    if unlike and not force:
+        typer.echo("these runs are not alike (--force compares them anyway):", err=True)
+        for line in unlike:
+            typer.echo(f"  {line}", err=True)
+        raise typer.Exit(2)
+    rows = comparing.ratios(a, b)
+    if as_json:
+        typer.echo(json.dumps({"unlike": unlike, "rows": rows}, indent=1))
+        return
+    for row in rows:
+        if not row["metric"].startswith("serving."):
+            word = {True: "better", False: "worse", None: ""}[row["better"]]
+            typer.echo(f"{row['metric']:<36} {row['first']:>16,.3f} {row['second']:>16,.3f} {row['ratio']:>8.3f}x {word}")
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(help="result files")],
+    out: Annotated[Path, typer.Option(help="folder for the PNGs")] = Path("."),
+) -> None:
+    """Draw throughput and latency against concurrency or batch, and before/after bars, as PNG."""
+    from hexad.bench.report import draw
+    from hexad.bench.results import load_result
+
+    def body() -> None:
+        for path in draw({path.stem: load_result(path) for path in files}, out):
+            typer.echo(str(path))
+
+    guarded(body)
+
+
+def _target(option: list[str] | None, base_url: str | None, name: str | None, key: str | None) -> dict[str, Any]:
+    return {"options": guarded(lambda: engine_options(option)), "base_url": base_url, "served_model_name": name, "api_key": key}
+
+
+def _json_object(text: str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        typer.echo(f"--extra-body is {text!r}: give a JSON object", err=True)
+        raise typer.Exit(2)
+    return value

@@ -1,0 +1,125 @@
+"""Result files: one run each, `{"load", "model", "format", "device", "tree", "command", "versions", "calibration", "metrics"}`.
+
+A file is written whole or not at all, and again after every step of a sweep, so that an interrupted run leaves a valid file with
+`"partial": true`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import stat
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hexad
+from hexad.bench.loads import Load
+
+_VERSIONS = ("torch", "triton", "numpy", "transformers", "tokenizers", "msgspec", "pyzmq", "uvicorn")
+
+
+def tree_hash(folder: Path | None = None) -> str:
+    """The hash that git gives the package folder: what `git rev-parse HEAD:hexad` prints for a clean checkout of the same files.
+
+    Works without git and from an installed package; compiled files and caches are left out.
+    """
+    return _tree(folder or Path(hexad.__file__).parent).hex()
+
+
+def _tree(folder: Path) -> bytes:
+    entries: list[tuple[bytes, bytes]] = []
+    for path in folder.iterdir():
+        if path.name == "__pycache__" or path.suffix in (".pyc", ".so", ".pyd") or path.name.startswith("."):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            digest = _tree(path)
+            if digest != _EMPTY_TREE:  # git knows no empty folders
+                entries.append((path.name.encode() + b"/", b"40000 " + path.name.encode() + b"\0" + digest))
+            continue
+        entries.append((path.name.encode(), _mode(path) + b" " + path.name.encode() + b"\0" + _blob(path)))
+    body = b"".join(entry for _, entry in sorted(entries))
+    return _sha1(b"tree", body)
+
+
+def _mode(path: Path) -> bytes:
+    if path.is_symlink():
+        return b"120000"
+    return b"100755" if path.stat().st_mode & stat.S_IXUSR else b"100644"
+
+
+def _blob(path: Path) -> bytes:
+    return _sha1(b"blob", os.readlink(path).encode() if path.is_symlink() else path.read_bytes())
+
+
+def _sha1(kind: bytes, body: bytes) -> bytes:
+    return hashlib.sha1(kind + b" " + str(len(body)).encode() + b"\0" + body, usedforsecurity=False).digest()
+
+
+_EMPTY_TREE = _sha1(b"tree", b"")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, this package and the libraries that matter for speed."""
+    found = {"python": platform.python_version(), "hexad": hexad.__version__, "os": f"{platform.system()} {platform.release()}"}
+    for package in _VERSIONS:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def command_line() -> str:
+    """The command that was given, with the program's name in place of its path."""
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def new_result(kind: str, load: Load | None, model: str, weight_format: str) -> dict[str, Any]:
+    """A result without metrics, marked partial until `finish`."""
+    return {
+        "kind": kind,
+        "load": load.as_dict() if load else {"name": kind},
+        "model": model,
+        "format": weight_format,
+        "device": {},
+        "tree": tree_hash(),
+        "command": command_line(),
+        "versions": versions(),
+        "calibration": None,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "partial": True,
+        "flags": [],
+        "metrics": {},
+    }
+
+
+def save(result: dict[str, Any], path: Path | None) -> None:
+    """Write `result` atomically; nothing for None."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    temporary.replace(path)
+
+
+def load_result(path: Path) -> dict[str, Any]:
+    """Read a result file.
+
+    Raises:
+        ConfigError: not a result of `hexad bench`.
+    """
+    from hexad.common.errors import ConfigError
+
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as a result: {error}") from None
+    if not isinstance(result, dict) or not isinstance(result.get("metrics"), dict) or "load" not in result:
+        raise ConfigError(f"{path} is not a result of `hexad bench`: it has no load and metrics")
+    return result

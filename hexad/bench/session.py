@@ -1,0 +1,247 @@
+"""One `hexad bench` run from its options to its file: calibrate, build the face, measure with live progress, flag, save.
+
+An interrupt at any moment leaves a valid file with what was measured, marked partial.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hexad.bench import results
+from hexad.bench.faces import Face, Tick
+from hexad.bench.facts import read_facts
+from hexad.bench.floors import load_floor
+from hexad.bench.loads import Load
+from hexad.bench.planning import compare_with_result
+from hexad.bench.runs import Metrics, Options, Run, RunFailedError
+from hexad.bench.shapes import is_shape, resolve_model
+from hexad.common.errors import HexadError
+from hexad.hardware.registry import Device, Figure, match_device
+from hexad.hardware.roofline import impossible
+from hexad.hardware.telemetry import Telemetry
+from hexad.models.costs import ModelCosts, find_format
+
+_UNQUANTISED = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is measured."""
+
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)  # engine options, flat
+    base_url: str | None = None  # an address instead of an engine in this process
+    served_model_name: str | None = None
+    api_key: str | None = None
+    clients: int | None = None
+    extra_body: dict[str, Any] = field(default_factory=dict)
+
+    def face(self, vocab_size: int) -> Face:
+        """Build the engine, or look at the address."""
+        if self.base_url is not None:
+            from hexad.bench.httpface import HttpFace
+
+            return HttpFace(
+                self.base_url, self.served_model_name, vocab_size, api_key=self.api_key, clients=self.clients, extra_body=self.extra_body
+            )
+        from hexad.bench.inprocess import InProcess
+
+        options = dict(self.options)
+        if is_shape(self.model):
+            options.setdefault("load_format", "dummy")
+        return InProcess(resolve_model(self.model), options)
+
+
+@dataclass
+class Session:
+    """Runs loads on one target and writes their files."""
+
+    target: Target
+    options: Options
+    calibration_s: float = 0.3  # seconds a figure; 0: no calibration
+    quiet: bool = False
+    kind: str = "offline"
+
+    def run(self, loads: list[Load], path: Path | None) -> list[dict[str, Any]]:
+        """Measure each load; returns the results, the last of which may be partial after an interrupt.
+
+        Raises:
+            KeyboardInterrupt: after the partial result was written.
+            HexadError: the engine cannot be built, or a request failed.
+        """
+        spec, stored = read_facts(self.target.model)
+        calibration = self._calibrate()
+        on_gpu = bool(calibration and calibration["kind"] == "gpu")
+        made = []
+        with ExitStack() as stack:
+            telemetry = stack.enter_context(Telemetry(0 if on_gpu else None))
+            face = self.target.face(spec.vocab_size)
+            stack.callback(face.close)
+            costs = _costs(spec, stored, self.target.options)
+            for load in loads:
+                result = results.new_result(self.kind, load, spec.name, costs.format.name)
+                result["calibration"], result["kv_dtype"] = calibration, costs.kv_dtype
+                result["duration_s"] = self.options.duration_s
+                one = path if path is None or len(loads) == 1 else path.with_name(f"{path.stem}-{load.name}{path.suffix or '.json'}")
+                self._measure(face, load, result, one, telemetry, costs)
+                made.append(result)
+        return made
+
+    def _measure(self, face: Face, load: Load, result: dict[str, Any], path: Path | None, telemetry: Telemetry, costs: ModelCosts) -> None:
+        def keep(metrics: Metrics) -> None:
+            result["metrics"] = metrics
+            self._describe(face, result, telemetry)
+            results.save(result, path)
+
+        keep({})
+        with Progress(self.quiet, load.name) as progress:
+            try:
+                keep(Run(face, load, self.options, progress.tick, keep).measure())
+            except RunFailedError as error:
+                raise HexadError(str(error)) from None
+        result["partial"] = False
+        _judge(result, load, costs)
+        flags = getattr(face, "flags", None)
+        result["flags"] += flags() if flags else []
+        results.save(result, path)
+
+    def _describe(self, face: Face, result: dict[str, Any], telemetry: Telemetry) -> None:
+        info = face.info()
+        calibration = result["calibration"]
+        name = info.get("device") or (calibration or {}).get("device") or "unknown"
+        result["engine"] = info
+        result["device"] = {"name": (calibration or {}).get("device") or name, "telemetry": telemetry.summary()}
+        if result["metrics"] and info["face"] == "in process":
+            result["metrics"]["kv_footprint_bytes"] = info["kv_bytes"]
+            result["metrics"]["weight_bytes"] = info["weight_bytes"]
+            result["metrics"]["peak_memory_bytes"] = _peak_memory(info["device"], telemetry.summary())
+
+    def _calibrate(self) -> dict[str, Any] | None:
+        if not self.calibration_s or self.target.base_url is not None:
+            return None
+        from hexad.hardware.measure import calibrate
+
+        device = str(self.target.options.get("device") or "auto")
+        if device == "fake":
+            return None
+        import torch
+
+        on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+        note("calibrating", self.quiet)
+        found = calibrate("cuda" if on_gpu else "cpu", self.calibration_s)
+        return {"kind": "gpu" if on_gpu else "cpu", **found}
+
+
+def note(text: str, quiet: bool = False) -> None:
+    """A line on stderr."""
+    if not quiet:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _costs(spec: Any, stored: Any, options: dict[str, Any]) -> ModelCosts:
+    wanted = options.get("quantization") or options.get("dtype")
+    keeps = wanted in (None, "auto") or (options.get("quantization") is None and stored.name not in _UNQUANTISED)
+    form = stored if keeps else find_format(str(wanted))
+    return ModelCosts(spec, form, options.get("kv_cache_dtype") or "auto")
+
+
+def _peak_memory(device: str, telemetry: dict[str, Any]) -> int:
+    if device.startswith("cuda"):
+        import torch
+
+        return int(telemetry.get("peak_gpu_bytes") or torch.cuda.max_memory_reserved())
+    return int(telemetry["peak_rss_bytes"])
+
+
+def calibrated_device(calibration: dict[str, Any]) -> Device:
+    """The calibration of a result as a device: floors that this very machine could reach at that moment."""
+    source = "the calibration of this result"
+    rates = {kind: Figure(rate, source, measured=True) for kind, rate in calibration["gemm_flops_s"].items()}
+    known = match_device(calibration["device"])
+    memory = known.memory_bytes if known else Figure(0, source)
+    read = Figure(calibration["read_bytes_s"], source, measured=True)
+    return Device(calibration["device"], calibration["kind"], memory, read, {**(known.rates if known else {}), **rates})
+
+
+def _judge(result: dict[str, Any], load: Load, costs: ModelCosts) -> None:
+    """Add the floors on the calibrated device, and flag what memory could not have delivered."""
+    if not result["calibration"]:
+        return
+    device = calibrated_device(result["calibration"])
+    limit = result["engine"].get("config", {}).get("scheduler", {}).get("max_num_seqs") or 256
+    result["floors"] = load_floor(costs, device, load, limit)
+    result["against_floors"] = compare_with_result(result, result["floors"])
+    result["flags"] += impossible_times(result, load, costs)
+
+
+def impossible_times(result: dict[str, Any], load: Load, costs: ModelCosts) -> list[str]:
+    """Steps that would have read weights and KV faster than the measured bandwidth of the same device."""
+    from hexad.bench.floors import decode_bound
+
+    read_bytes_s, metrics = result["calibration"]["read_bytes_s"], result["metrics"]
+    steps = {1: metrics["tpot_ms"]} if isinstance(metrics.get("tpot_ms"), float) else {}
+    steps |= {int(batch): value for batch, value in (metrics.get("ms_per_step") or {}).items()} if load.batch else {}
+    context = load.prompt_tokens + load.output_tokens / 2
+    device = calibrated_device(result["calibration"])
+    found = []
+    for batch, milliseconds in steps.items():
+        parts = decode_bound(costs, device, batch, context)
+        nbytes = (parts.weights_s + parts.kv_s) * read_bytes_s
+        reason = impossible(nbytes, milliseconds / 1e3, read_bytes_s, tolerance=0.05)
+        if reason:
+            found.append(f"decode step of batch {batch}: {reason}")
+    return found
+
+
+class Progress:
+    """Live progress on stderr: requests, output tokens, tokens/s. Silent when quiet or not a terminal (then a line every ten seconds)."""
+
+    def __init__(self, quiet: bool, title: str) -> None:
+        self._quiet = quiet
+        self._title = title
+        self._live: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Progress:
+        if not self._quiet and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+            from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+            self._live = Bar(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=Console(stderr=True))
+            self._task = self._live.add_task(self._title, total=None)
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def tick(self, label: str) -> Tick:
+        """A callback for one step of a sweep."""
+        start = last = time.perf_counter()
+        every_s = 0.2 if self._live is not None else 10.0
+
+        def show(finished: int, tokens: int) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            if self._quiet or now - last < every_s:
+                return
+            last = now
+            text = f"{self._title} {label}: {finished} requests, {tokens:,} tokens, {tokens / (now - start):,.0f} tok/s"
+            if self._live is not None:
+                self._live.update(self._task, description=text)
+            else:
+                note(text)
+
+        return show
+
+
+Ticker = Callable[[str], Tick]

@@ -1,0 +1,193 @@
+"""The commands on the simulated device: files, partial results, flags, comparison, plots."""
+
+import json
+import subprocess
+
+import pytest
+from typer.testing import CliRunner
+
+import hexad
+from hexad.bench import results, session
+from hexad.bench.cli import app, engine_options
+from hexad.bench.compare import differences, ratios
+from hexad.bench.facts import read_facts
+from hexad.bench.loads import find_load
+from hexad.bench.runs import Options
+from hexad.common.errors import ConfigError
+from hexad.models.costs import ModelCosts
+
+run = CliRunner()
+FAKE = ["--model", "llama-3.2-1b", "-o", "device=fake", "--quiet"]
+FIELDS = {"load", "model", "format", "device", "tree", "command", "versions", "calibration", "metrics"}
+
+
+def bench(*args):
+    result = run.invoke(app, [*args])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_offline_writes_a_whole_result(tmp_path):
+    path = tmp_path / "deep" / "r.json"
+    output = bench("offline", *FAKE, "--requests", "12", "--input-len", "16", "--output-len", "8", "--json", str(path))
+    result = json.loads(path.read_text())
+    assert set(result) >= FIELDS and result["partial"] is False and result["kind"] == "offline"
+    assert result["load"]["requests"] == 12 and result["format"] == "bfloat16" and len(result["tree"]) == 40
+    assert result["metrics"]["output_tok_s"] > 0 and "output_tok_s" in output
+    assert result["metrics"]["kv_footprint_bytes"] > 0 and result["metrics"]["peak_memory_bytes"] > 0
+
+
+def test_several_loads_make_several_files(tmp_path):
+    path = tmp_path / "r.json"
+    bench("latency", *FAKE, "--load", "W2", "--load", "W7", "--input-len", "8", "--output-len", "12", "--batch", "1", "--batch", "4",
+          "--json", str(path))  # fmt: skip
+    single, sweep = (json.loads((tmp_path / f"r-{name}.json").read_text()) for name in ("W2", "W7"))
+    assert single["metrics"]["tpot_ms"] > 0 and set(sweep["metrics"]["ms_per_step"]) == {"1", "4"}
+
+
+def test_serve_without_an_address_runs_in_process(tmp_path):
+    path = tmp_path / "r.json"
+    bench("serve", *FAKE, "--concurrency", "2", "--concurrency", "4", "--input-len", "8", "--output-len", "6", "--json", str(path))
+    metrics = json.loads(path.read_text())["metrics"]
+    assert set(metrics["ttft_ms"]) == {"2", "4"} and metrics["serving"]["2"]["completed"] == 16
+
+
+def test_serve_against_an_address(tmp_path, timed_server):
+    server, path = timed_server(ttft_s=0.05, itl_s=0.01), tmp_path / "r.json"
+    bench("serve", "--model", "llama-3.2-1b", "--base-url", server.url, "--concurrency", "2", "--output-len", "6", "--quiet",
+          "--extra-body", '{"cache_salt": "x"}', "--goodput", "ttft:30", "--json", str(path))  # fmt: skip
+    result = json.loads(path.read_text())
+    assert result["engine"]["address"] == server.url and result["calibration"] is None
+    assert result["metrics"]["ttft_ms"]["2"]["p50"] >= 50 and result["metrics"]["goodput"]["2"] == 0
+    assert server.requests[0]["cache_salt"] == "x"
+
+
+def test_an_interrupt_leaves_a_valid_partial_file(tmp_path, scripted_face, monkeypatch):
+    monkeypatch.setattr(session.Target, "face", lambda self, vocab_size: scripted_face(interrupt_at=5))
+    path = tmp_path / "r.json"
+    result = run.invoke(app, ["serve", "--model", "llama-3.2-1b", "--calibration-s", "0", "--quiet", "--json", str(path)])
+    assert result.exit_code == 130
+    saved = json.loads(path.read_text())  # warm-up, then 1, 16, 64 streams whole, 256 cut in the middle
+    assert saved["partial"] is True and set(saved["metrics"]["ttft_ms"]) == {"1", "16", "64", "256"}
+    assert saved["metrics"]["serving"]["256"]["completed"] == 1024
+
+
+def test_duration_measures_a_steady_state(tmp_path):
+    path = tmp_path / "r.json"
+    bench("offline", *FAKE, "--duration-s", "0.5", "--input-len", "8", "--output-len", "16", "--requests", "8", "--json", str(path))
+    result = json.loads(path.read_text())
+    assert result["metrics"]["steady_s"] == pytest.approx(0.4, abs=0.1) and result["metrics"]["output_tok_s"] > 0
+
+
+def test_impossible_times_are_flagged():
+    spec, stored = read_facts("llama-3.1-8b")
+    calibration = {"kind": "gpu", "device": "NVIDIA H200", "read_bytes_s": 4.48e12, "gemm_flops_s": {"bf16": 684e12}}
+    costs = ModelCosts(spec, stored)
+
+    def flags(tpot_ms):
+        return session.impossible_times({"calibration": calibration, "metrics": {"tpot_ms": tpot_ms}}, find_load("W2"), costs)
+
+    assert flags(4.89) == []
+    assert "impossible" in flags(2.0)[0] and "GB/s" in flags(2.0)[0]  # 15 GB in 2 ms
+
+
+def test_tree_hash_is_that_of_git(tmp_path):
+    package = tmp_path / "hexad"
+    (package / "sub" / "__pycache__").mkdir(parents=True)
+    (package / "sub-file.py").write_text("x = 1\n")
+    (package / "sub" / "b.py").write_text("y = 2\n")
+    (package / "sub" / "__pycache__" / "b.pyc").write_bytes(b"no")
+    script = package / "run.sh"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+
+    def git(*args):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *identity, *args], cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / ".gitignore").write_text("__pycache__/\n")
+    git("add", "-A")
+    git("commit", "-qm", "x")
+    assert results.tree_hash(package) == git("rev-parse", "HEAD:hexad")
+
+
+def test_tree_hash_of_the_package_changes_with_a_file(tmp_path):
+    assert len(results.tree_hash()) == 40
+    (tmp_path / "a.py").write_text("1")
+    before = results.tree_hash(tmp_path)
+    (tmp_path / "a.py").write_text("2")
+    assert results.tree_hash(tmp_path) != before
+
+
+def result_of(**changes):
+    made = {"kind": "latency", "load": {"name": "W2"}, "model": "m", "format": "f", "device": {"name": "d"}, "partial": False,
+            "metrics": {"tpot_ms": 4.0, "output_tok_s": {"1": 100.0}}}  # fmt: skip
+    return made | changes
+
+
+def test_compare_prints_ratios_and_says_which_is_better():
+    rows = {r["metric"]: r for r in ratios(result_of(), result_of(metrics={"tpot_ms": 2.0, "output_tok_s": {"1": 50.0}}))}
+    assert rows["tpot_ms"]["ratio"] == 0.5 and rows["tpot_ms"]["better"] is True
+    assert rows["output_tok_s.1"]["better"] is False
+    assert {r["better"] for r in ratios(result_of(), result_of())} == {None}
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": "n"}, {"format": "g"}, {"load": {"name": "W3"}}, {"device": {"name": "e"}}, {"partial": True}]
+)
+def test_compare_refuses_unlike_runs(change, tmp_path):
+    assert differences(result_of(), result_of(**change)) and not differences(result_of(), result_of())
+    for name, value in (("a", result_of()), ("b", result_of(**change))):
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    paths = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
+    refused = run.invoke(app, ["compare", *paths])
+    assert refused.exit_code == 2 and "not alike" in refused.output
+    assert "1.000x" in bench("compare", *paths, "--force")
+
+
+def test_report_draws_curves_and_bars(tmp_path):
+    sweep = result_of(load={"name": "W9"}, metrics={"ttft_ms": {str(c): {"p50": c, "p99": 2 * c} for c in (1, 16, 64)},
+                                                   "output_tok_s": {"1": 1.0, "16": 9.0, "64": 20.0}},
+                      floors={"output_tok_s": {"1": 2.0, "16": 20.0, "64": 40.0}})  # fmt: skip
+    for name, value in (("before", sweep), ("after", sweep), ("single", result_of())):
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    bench("report", *(str(tmp_path / f"{n}.json") for n in ("before", "after", "single")), "--out", str(tmp_path / "png"))
+    names = {path.name: path.read_bytes()[:4] for path in (tmp_path / "png").iterdir()}
+    assert set(names) == {"W9-ttft_ms.png", "W9-output_tok_s.png", "W2-summary.png", "W2-output_tok_s.png"}
+    assert set(names.values()) == {b"\x89PNG"}
+
+
+def test_report_of_nothing_says_so(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(result_of(metrics={})))
+    assert run.invoke(app, ["report", str(tmp_path / "a.json"), "--out", str(tmp_path)]).exit_code == 2
+    (tmp_path / "b.json").write_text("{")
+    assert "cannot be read" in run.invoke(app, ["report", str(tmp_path / "b.json")]).output
+
+
+def test_engine_options_are_read_as_json_where_they_are_json():
+    assert engine_options(["max_num_seqs=4", "dtype=bfloat16", "enforce-eager=true"]) == {
+        "max_num_seqs": 4, "dtype": "bfloat16", "enforce_eager": True,
+    }  # fmt: skip
+    with pytest.raises(ConfigError):
+        engine_options(["oops"])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["offline", "--model", "nowhere", "--quiet"], "nowhere"),
+        (["offline", *FAKE, "--load", "W0"], "W1"),
+        (["offline", *FAKE, "-o", "max_num_seq=3"], "max_num_seqs"),
+        (["serve", "--model", "llama-3.2-1b", "--base-url", "http://127.0.0.1:9", "--quiet"], "does not answer"),
+        (["serve", *FAKE, "--goodput", "fast"], "ttft:500"),
+    ],
+)
+def test_mistakes_are_messages(args, message):
+    result = run.invoke(app, args)
+    assert result.exit_code in (1, 2) and message in result.output
+
+
+def test_options_have_sane_defaults():
+    assert Options().duration_s is None and Options().repeats == 3
+    assert hexad.__version__ in json.dumps(results.versions())
