@@ -6,8 +6,10 @@ numbers of layers, so layer j of every group lives in the same tensor and block 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from hexad.engine.plan import KVGroupSpec, KVLayout, KVMove
@@ -35,8 +37,7 @@ class KVStorage:
     def __init__(self, layout: KVLayout, spec: ModelSpec, kv_dtype: torch.dtype, device: torch.device) -> None:
         shape = (layout.num_blocks, layout.block_size, spec.attention.kv_heads, spec.attention.head_dim)
         depth = len(spec.kv_layer_groups[0][1])
-        # zeros, not empty: on a CPU the system hands out zero pages when they are touched, and unread memory can never be NaN
-        self._pages = [KVPages(*(torch.zeros(shape, dtype=kv_dtype, device=device) for _ in range(2))) for _ in range(depth)]
+        self._pages = [KVPages(*(_zeros(shape, kv_dtype, device) for _ in range(2))) for _ in range(depth)]
         self.layers: list[KVPages] = [self._pages[0]] * spec.num_layers
         for _kind, layers in spec.kv_layer_groups:
             for position, layer in enumerate(layers):
@@ -49,3 +50,12 @@ class KVStorage:
             for pages in self._pages:
                 for tensor in (pages.k, pages.v):
                     tensor[move.target_block, : move.num_tokens] = tensor[move.source_block, : move.num_tokens]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, not empty: unread memory can never be NaN. On a CPU through numpy (calloc): the system hands out a zero page when it is first
+    touched, so that a large pool costs neither time nor memory before it is used; `torch.zeros` writes all of it at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(count, np.uint8)).view(dtype).view(shape)
