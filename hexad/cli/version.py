@@ -9,7 +9,7 @@ import typer
 
 import hexad
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 LIBRARIES = ("torch", "triton", "tokenizers", "fastapi", "uvicorn", "pyzmq", "msgspec")
 
 

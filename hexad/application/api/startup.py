@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from hexad.application.api.admission import Admission
 from hexad.application.api.state import ServerState
 from hexad.application.api.supervisor import SupervisedEngine
 from hexad.common.config import HexadConfig
-from hexad.common.errors import ConfigError
+from hexad.common.errors import ConfigError, RequestError
 from hexad.common.metrics import MetricsRegistry
 from hexad.models import sources
 from hexad.models.catalog import read_spec
@@ -93,11 +94,16 @@ def load_text(config: HexadConfig, files: sources.ModelFiles) -> TextSide:
         StartupError: a file is missing or not understood.
     """
     model = config.model
+    tokenizer = Tokenizer.from_files(files.path, model.tokenizer)
+    template = ChatTemplate.from_files(files.path, model.chat_template)
+    if template is not None:
+        with contextlib.suppress(RequestError):  # starts the renderer, which the first request would wait for
+            template.encode(tokenizer, [{"role": "user", "content": "hi"}])
     return TextSide(
         name=files.display_name,
         spec=read_spec(files.path),
-        tokenizer=Tokenizer.from_files(files.path, model.tokenizer),
-        template=ChatTemplate.from_files(files.path, model.chat_template),
+        tokenizer=tokenizer,
+        template=template,
         sampling_defaults=sampling_defaults(model.generation_config, files.path),
     )
 
