@@ -45,7 +45,7 @@ class Allow:
 
     def apply(self, logits: Tensor, history: History) -> None:
         saved = logits[self.entry_rows, self.entry_ids]
-        logits[self.rows] = _BANNED
+        logits.index_fill_(0, self.rows, _BANNED)
         logits[self.entry_rows, self.entry_ids] = saved
 
 
@@ -57,7 +57,8 @@ class Ban:
     entry_ids: Tensor
 
     def apply(self, logits: Tensor, history: History) -> None:
-        logits[self.entry_rows, self.entry_ids] = _BANNED
+        banned = torch.full((), _BANNED, device=logits.device)  # assigning a Python number would wait for the device
+        logits.index_put_((self.entry_rows, self.entry_ids), banned)
 
 
 @dataclass(frozen=True, slots=True)
