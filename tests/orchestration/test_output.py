@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hexad.common.params import SamplingParams
@@ -105,6 +105,7 @@ GROUPS = st.lists(st.integers(0, 5), max_size=10)
 # B01: stop strings
 
 
+@settings(deadline=None)
 @given(text=TEXT, cuts=CUTS, groups=GROUPS, data=st.data())
 def test_b01_no_character_of_a_stop_string_is_sent(text, cuts, groups, data):
     start = data.draw(st.integers(0, len(text)))
@@ -141,6 +142,7 @@ def test_b01_text_held_back_is_released_when_the_match_fails_or_the_text_ends():
     assert deltas[-1].finish_reason == "length" and not deltas[-1].abort
 
 
+@settings(deadline=None)
 @given(text=TEXT, cuts=CUTS, groups=GROUPS, stops=st.lists(st.text(alphabet="abAé", min_size=1, max_size=4), min_size=1, max_size=4))
 def test_b01_of_several_stops_the_earliest_wins_with_and_without_its_own_text(text, cuts, groups, stops):
     tokenizer = PieceTokenizer()
@@ -166,6 +168,7 @@ def test_b01_of_several_stops_the_earliest_wins_with_and_without_its_own_text(te
 # B02: characters over several tokens
 
 
+@settings(deadline=None)
 @given(text=st.text(max_size=20), cuts=CUTS, groups=GROUPS)
 def test_b02_characters_are_never_cut(text, cuts, groups):
     tokenizer = PieceTokenizer()
@@ -176,6 +179,7 @@ def test_b02_characters_are_never_cut(text, cuts, groups):
         assert all("\ufffd" not in d.text for d in deltas)
 
 
+@settings(deadline=None)
 @given(data=st.binary(max_size=16), cuts=CUTS, groups=GROUPS)
 def test_b02_invalid_and_unfinished_bytes_give_the_same_text_in_both_modes(data, cuts, groups):
     tokenizer = PieceTokenizer()
@@ -202,6 +206,7 @@ def test_b02_a_prompt_that_ends_inside_a_character_is_continued():
 # B07: log-probabilities
 
 
+@settings(deadline=None)
 @given(text=TEXT, cuts=CUTS, groups=GROUPS, data=st.data())
 def test_b07_entries_go_out_with_their_text(text, cuts, groups, data):
     stop = data.draw(st.sampled_from(["", "ZZZZ", "a", "ab", "é🦜", "aab", " \n"]))
@@ -270,6 +275,7 @@ def test_special_tokens_inside_the_text():
     assert joined(run(tokenizer, ids, SamplingParams(skip_special_tokens=False))[0])[0] == "a<|end|>b"
 
 
+@settings(deadline=None)
 @given(count=st.integers(0, 8), minimum=st.integers(0, 8), groups=GROUPS)
 def test_min_tokens_makes_earlier_stops_ordinary_text(count, minimum, groups):
     """Tokens "xS": the stop "S" ends the choice with the first token that is at least the min_tokens-th."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hexad.orchestration.stop import StopMatcher
@@ -18,6 +18,7 @@ def longest_hold(text, stops):
     return max(k for k in range(len(text) + 1) if any(len(s) > k and text.endswith(s[:k]) for s in stops))
 
 
+@settings(deadline=None)
 @given(stops=STOPS, pieces=PIECES)
 def test_b01_exactly_what_could_become_a_stop_is_held_back(stops, pieces):
     matcher = StopMatcher(stops)
@@ -34,6 +35,7 @@ def test_b01_exactly_what_could_become_a_stop_is_held_back(stops, pieces):
         assert matcher.match is None
 
 
+@settings(deadline=None)
 @given(stops=STOPS, pieces=PIECES, include=st.booleans())
 def test_b01_the_match_depends_on_the_whole_text_alone(stops, pieces, include):
     text = "".join(pieces)
@@ -50,6 +52,7 @@ def test_b01_the_match_depends_on_the_whole_text_alone(stops, pieces, include):
     assert matcher.push("more") == matcher.flush() == ""
 
 
+@settings(deadline=None)
 @given(stops=STOPS, pieces=st.lists(st.tuples(st.text(alphabet="abcx", max_size=4), st.booleans()), max_size=10))
 def test_unarmed_occurrences_are_ordinary_text(stops, pieces):
     armed_at = [armed for piece, armed in pieces for _ in piece]
