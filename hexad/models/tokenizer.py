@@ -142,7 +142,7 @@ class Tokenizer:
             for name, index in self._backend.get_vocab(with_added_tokens=True).items():
                 if index < self.vocab_size:
                     names[index] = name
-            spell = _byte_level_bytes if self._style == "byte_level" else _piece_bytes
+            spell = _SPELLING[self._style]
             self._bytes = [
                 self._added_bytes(i) if i in self._added else None if name is None else spell(name) for i, name in enumerate(names)
             ]
@@ -163,7 +163,7 @@ def _valid(text: str) -> str:
 
 
 def _decoder_style(backend: tokenizers.Tokenizer) -> tuple[str, bool]:
-    """("byte_level" | "pieces" | "other", whether the decoder drops one space at the start of a text)."""
+    """("byte_level" | "pieces" | "metaspace" | "other", whether the decoder drops one space at the start of a text)."""
     decoder = backend.decoder
     if decoder is None:
         return "other", False
@@ -173,7 +173,7 @@ def _decoder_style(backend: tokenizers.Tokenizer) -> tuple[str, bool]:
     if kinds == ["ByteLevel"]:
         return "byte_level", False
     if kinds == ["Metaspace"] and parts[0].get("replacement") == "▁":
-        return "pieces", parts[0].get("prepend_scheme", "always") != "never"
+        return "metaspace", parts[0].get("prepend_scheme", "always") != "never"
     is_replace = parts[0].get("type") == "Replace" and parts[0].get("pattern") == {"String": "▁"} and parts[0].get("content") == " "
     if is_replace and kinds[1:3] == ["ByteFallback", "Fuse"]:
         if kinds[3:] == []:
@@ -201,10 +201,18 @@ def _byte_level_bytes(token: str) -> bytes:
         return token.encode()
 
 
+def _metaspace_bytes(token: str) -> bytes:
+    return token.replace("▁", " ").encode()
+
+
 def _piece_bytes(token: str) -> bytes:
+    """A SentencePiece piece; <0x0A> and its like are single bytes."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes([int(token[3:5], 16)])
         except ValueError:
             pass
-    return token.replace("▁", " ").encode()
+    return _metaspace_bytes(token)
+
+
+_SPELLING = {"byte_level": _byte_level_bytes, "pieces": _piece_bytes, "metaspace": _metaspace_bytes}
