@@ -1,6 +1,7 @@
 """Composite operators around one linear layer. Each reference is the composition of its parts; a provider may do it in one kernel.
 
 - `norm_linear(h [T, H], norm_weight [H], prepared) -> [T, out]`: linear(rms_norm(h)).
+- `gated_linear(x [T, H], prepared) -> [T, out / 2]`: gated_act(linear(x)).
 - `norm_gated_linear(h [T, H], norm_weight [H], prepared) -> [T, out / 2]`: gated_act(linear(rms_norm(h))); the first half of the rows of
   the weight are the gate's.
 - `linear_add(x [T, in], residual [T, out], prepared) -> residual`: residual + linear(x), written into `residual`, which is returned.
@@ -58,11 +59,21 @@ def norm_linear_reference(args: FusedLinearArgs) -> Kernel:
     return norm_linear
 
 
+def gated_linear_reference(args: FusedLinearArgs) -> Kernel:
+    linear, act = linear_reference(args.linear), gated_act_reference(args.act)
+
+    def gated_linear(x: torch.Tensor, prepared: Prepared) -> torch.Tensor:
+        out: torch.Tensor = act(linear(x, prepared))
+        return out
+
+    return gated_linear
+
+
 def norm_gated_linear_reference(args: FusedLinearArgs) -> Kernel:
-    norm_linear, act = norm_linear_reference(args), gated_act_reference(args.act)
+    norm, gated = rms_norm_reference(args.norm), gated_linear_reference(args)
 
     def norm_gated_linear(h: torch.Tensor, norm_weight: torch.Tensor, prepared: Prepared) -> torch.Tensor:
-        out: torch.Tensor = act(norm_linear(h, norm_weight, prepared))
+        out: torch.Tensor = gated(norm(h, norm_weight), prepared)
         return out
 
     return norm_gated_linear
@@ -78,5 +89,6 @@ def linear_add_reference(args: FusedLinearArgs) -> Kernel:
 
 
 registry.define("norm_linear", norm_linear_reference)
+registry.define("gated_linear", gated_linear_reference)
 registry.define("norm_gated_linear", norm_gated_linear_reference)
 registry.define("linear_add", linear_add_reference)

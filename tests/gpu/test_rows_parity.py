@@ -137,11 +137,37 @@ def test_each_product_kernel_at_odd_sizes(kind):
     fresh_seed()
     dtype = HALVES[0]
     rows = 1 if kind == "gemv" else 11
-    choice = Choice("gemv", 4, 256, 4) if kind == "gemv" else Choice("skinny", 32, 64, 4, 3, 16)
+    choice = Choice("gemv", 4, 256, 4, prefetch=256) if kind == "gemv" else Choice("skinny", 32, 64, 4, 3, 16, prefetch=512)
     inside, outside = 328, 101
     x, weight = draw(rows, inside, dtype=dtype), draw(outside, inside, dtype=dtype, scale=inside**-0.5)
     product = Product(FusedLinearArgs(inside, outside, False, dtype, DEVICE), "linear", choice)
     assert_close(product.few(x, (weight, None), None, None), product_64(x, weight, None), dtype)
+
+
+@pytest.mark.parametrize(("rows", "split"), [(3, 1), (16, 3), (29, 2), (64, 6)])
+def test_stream_products(rows, split):
+    """Alone, gated, and split with bias or residual."""
+    from hexad.operators.triton.linear import Product
+    from hexad.operators.triton.tuning import Choice
+
+    fresh_seed()
+    dtype = HALVES[0]
+    inside, outside = 768, 256
+    choice = Choice("stream", 64, 64, 4, 3, 16 if rows <= 16 else 64, split, 128)
+    x, weight = draw(rows, inside, dtype=dtype), draw(outside, inside, dtype=dtype, scale=inside**-0.5)
+    bias, residual = draw(outside, dtype=dtype), draw(rows, outside, dtype=dtype)
+    plain = product_64(x, weight, None)
+    args = FusedLinearArgs(inside, outside, False, dtype, DEVICE)
+    assert_close(Product(args, "linear", choice).few(x, (weight, None), None, None), plain, dtype)
+    expected = plain + residual.double().cpu()
+    assert_close(Product(args, "linear_add", choice).few(x, (weight, None), None, residual), expected, dtype)
+    biased = FusedLinearArgs(inside, outside, True, dtype, DEVICE)
+    assert_close(Product(biased, "linear", choice).few(x, (weight, bias), None, None), product_64(x, weight, bias), dtype)
+    if split == 1:
+        gated = FusedLinearArgs(inside, outside, False, dtype, DEVICE, activation="silu")
+        gate, up = plain.chunk(2, -1)
+        out = Product(gated, "gated_linear", choice).few(x, (weight, None), None, None)
+        assert_close(out, torch.nn.functional.silu(gate) * up, dtype)
 
 
 def test_argmax_prefers_the_lowest_id():

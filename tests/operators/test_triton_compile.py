@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from hexad.operators.args import ActArgs, AttentionArgs, NormArgs, RopeKVArgs
 from hexad.operators.fused import FusedLinearArgs
-from hexad.operators.triton import argmax, attention, gemv, linear, rope_kv, rows
+from hexad.operators.triton import argmax, attention, linear, rope_kv, rows
 from hexad.operators.triton.launch import Launcher, Target
 from hexad.operators.triton.tuning import Choice
 
@@ -45,14 +45,12 @@ def descriptor(made, tile: int, dtype) -> str:
 def test_attention(heads, kv_heads, dim, block, dtype, window, softcap, arch):
     made = layout(arch, heads, kv_heads, dim, block, dtype, window, softcap)
     name = "*" + NAMES[dtype]
-    tile = made.decode_tiles.tile
-    desc = descriptor(made, tile, dtype)
-    kernel = compiled(made._decode, [name, name, name, desc, desc, "*i32", "*i32", "*fp32", "*fp32", name, "i32"], arch)
-    assert ("cp.async.bulk.tensor" in kernel.asm["ptx"]) == (made._copied(tile))
+    compiled(made._decode, [name, name, name, "*i32", "*i32", "*fp32", "*fp32", name, "i32"], arch)
     for short in (True, False):
         tiles, launcher = made.prefill_launcher(short=short)
         desc = descriptor(made, tiles.tile, dtype)
-        compiled(launcher, [name, name, name, desc, desc, "*i32", "*i32", "*i32", name, "i32", "i32"], arch)
+        kernel = compiled(launcher, [name, name, name, desc, desc, "*i32", "*i32", "*i32", name, "i32", "i32"], arch)
+        assert ("cp.async.bulk.tensor" in kernel.asm["ptx"]) == made._copied(tiles.tile)
 
 
 def test_small_attention_kernels():
@@ -63,8 +61,7 @@ def test_small_attention_kernels():
 
 def test_fp8_pages():
     made = layout(90, 32, 8, 128, 64, torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
-    desc = descriptor(made, made.decode_tiles.tile, torch.float8_e4m3fn)
-    types = ["*bf16", "*fp8e4nv", "*fp8e4nv", desc, desc, "*i32", "*i32", "*fp32", "*fp32", "*bf16", "i32"]
+    types = ["*bf16", "*fp8e4nv", "*fp8e4nv", "*i32", "*i32", "*fp32", "*fp32", "*bf16", "i32"]
     compiled(made._decode, types, 90)
 
 
@@ -85,15 +82,21 @@ def test_rows(arch, monkeypatch):
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("choice", [Choice("gemv", 4, 1024, 4), Choice("skinny", 32, 256, 4, 4, 16)])
+@pytest.mark.parametrize(
+    "choice", [Choice("gemv", 2, 2048, 4), Choice("skinny", 32, 256, 4, 4, 16, prefetch=1024), Choice("stream", 128, 64, 4, 4, 64)]
+)
 def test_products(choice, arch, monkeypatch):
     monkeypatch.setattr(linear, "target", lambda: Target(arch, 132, "test"))
     args = FusedLinearArgs(4096, 28672, False, torch.bfloat16, "cuda", eps=1e-5, activation="silu")
-    _, launcher = linear.Product(args, "norm_gated_linear", choice)._make(choice, 4096, True, False)
-    types = ["*bf16"] * 6 + (["i32"] if choice.kind == "skinny" else [])
-    kernel = compiled(launcher, types, arch)
-    assert ("mma.sync" in kernel.asm["ptx"]) == (choice.kind == "skinny")
-    assert launcher._kernel in (gemv.gemv_kernel, gemv.skinny_kernel)
+    launcher = linear.Product(args, "norm_gated_linear", choice).launcher(choice, 4096, choice.kind != "stream", False)
+    if choice.kind == "stream":
+        desc = "tensordesc<bf16[128, 64]>" if arch >= 90 else "constexpr"
+        kernel = compiled(launcher, ["*bf16", "*bf16", desc, "*bf16", "i32"], arch)
+        assert ("wgmma" in kernel.asm["ptx"]) == (arch >= 90)
+    else:
+        kernel = compiled(launcher, ["*bf16"] * 6 + (["i32"] if choice.kind == "skinny" else []), arch)
+        assert ("mma.sync" in kernel.asm["ptx"]) == (choice.kind == "skinny")
+        assert ("prefetch.global.L2" in kernel.asm["ptx"]) == (arch >= 90 and choice.prefetch > 0)
 
 
 def test_argmax():

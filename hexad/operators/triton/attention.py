@@ -69,7 +69,7 @@ class _Layout:
         self._plan: dict[int, Launcher] = {}
         self._descriptors: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._decode = self._make_decode()
-        combine = {"HEADS": args.heads, "DIM": args.head_dim, "DIM_PAD": self.dim_pad, "PARTS": 16, "PDL": on.tensor_copies}
+        combine = {"HEADS": args.heads, "DIM": args.head_dim, "DIM_PAD": self.dim_pad, "PARTS": 32, "PDL": on.tensor_copies}
         self._combine = Launcher(combine_kernel, combine, num_warps=4, pdl=on.tensor_copies)
 
     def _make_decode(self) -> Launcher:
@@ -77,7 +77,7 @@ class _Layout:
         constants = {
             "HEADS": args.heads, "GROUP": self.group, "GROUP_PAD": max(16, pow2(self.group)), "DIM": args.head_dim,
             "DIM_PAD": self.dim_pad, **self.shared, "TILE": tiles.tile, "STAGES": tiles.stages,
-            "TENSOR_COPY": self._copied(tiles.tile), "PRECISION": self.precision, "PDL": self.on.tensor_copies,
+            "PRECISION": self.precision, "LINES": max(1, self.dim_pad * args.kv_dtype.itemsize // 128), "PDL": self.on.tensor_copies,
         }  # fmt: skip
         return Launcher(decode_kernel, constants, num_warps=tiles.warps, num_stages=tiles.stages, pdl=self.on.tensor_copies)
 
@@ -146,11 +146,13 @@ class _Layout:
         return made
 
     def decode(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, rows: int, out: torch.Tensor) -> None:
+        known = len(batch.scratch.get("triton.splits", ()))
         items, starts, partial, stats, capacity = self.split(batch, rows)
-        k_desc, v_desc = self.descriptors(kv, self.decode_tiles.tile)
+        planned_now = len(batch.scratch["triton.splits"]) > known
         self._decode(
             (self.args.kv_heads, capacity, 1),
-            q, kv.k, kv.v, k_desc, v_desc, batch.block_table, items, partial, stats, out, batch.block_table.stride(0),
+            q, kv.k, kv.v, batch.block_table, items, partial, stats, out, batch.block_table.stride(0),
+            serial=planned_now,
         )  # fmt: skip
         self._combine((rows, self.args.heads, 1), partial, stats, starts, out)
 

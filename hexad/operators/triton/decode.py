@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from hexad.operators.triton.device import prefetch
+
 ITEM_FIELDS = 4  # row, first key, key past the last, 1 if the row has no other item
 
 
@@ -80,8 +82,6 @@ def decode_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    k_desc,
-    v_desc,
     table_ptr,
     items_ptr,
     partial_ptr,
@@ -102,25 +102,37 @@ def decode_kernel(
     SOFTCAP: tl.constexpr,  # 0: none
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    TENSOR_COPY: tl.constexpr,
     PRECISION: tl.constexpr,
+    LINES: tl.constexpr,  # L2 lines of 128 bytes a key
     PDL: tl.constexpr,
 ):
-    """One item and one key head a program; the queries of the group are the rows of the products."""
+    """One item and one key head a program; the queries of the group are the rows of the products.
+
+    With PDL the items and older keys may be read before the predecessor (which writes this step's queries and keys) is done: the first
+    tile of keys is on its way into the L2 by then. The launch that follows the plan itself must be `serial`.
+    """
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
+    key = tl.arange(0, TILE)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
     row = tl.load(items_ptr + item * 4)
-    if row < 0:
-        return
     low = tl.load(items_ptr + item * 4 + 1)
     high = tl.load(items_ptr + item * 4 + 2)
     whole = tl.load(items_ptr + item * 4 + 3)
+    if PDL:
+        if row >= 0:
+            early = tl.minimum(low // TILE * TILE + key, high - 1)
+            page = tl.load(table_ptr + row * table_stride + early // PAGE).to(tl.int64)
+            base = tl.maximum(page, 0) * BLOCK_STRIDE + (early % PAGE) * TOKEN_STRIDE + kv_head * HEAD_STRIDE
+            line = tl.arange(0, LINES) * (DIM_PAD // LINES)
+            prefetch(k_ptr + base[:, None] + line[None, :])
+            prefetch(v_ptr + base[:, None] + line[None, :])
+        gdc_wait()
+    if row < 0:
+        return
     member = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
-    key = tl.arange(0, TILE)
     dtype = q_ptr.dtype.element_ty
     head = kv_head * GROUP + member
     q_mask = (member < GROUP)[:, None] & (dim < DIM)[None, :]
@@ -134,24 +146,18 @@ def decode_kernel(
     for start in tl.range(begin, high, TILE, num_stages=STAGES):
         at = start + key
         seen = (at >= low) & (at < high)
-        if TENSOR_COPY:
-            page = tl.load(table + start // PAGE)
-            k = k_desc.load([page, kv_head, start % PAGE, 0]).reshape(TILE, DIM_PAD)
-            v = v_desc.load([page, kv_head, start % PAGE, 0]).reshape(TILE, DIM_PAD)
-            v = tl.where(seen[:, None], v, 0.0)  # a page's tail may hold anything
+        if PAGE >= TILE:
+            base = tl.load(table + start // PAGE).to(tl.int64) * BLOCK_STRIDE + (start % PAGE + key) * TOKEN_STRIDE
         else:
-            if PAGE >= TILE:
-                base = tl.load(table + start // PAGE).to(tl.int64) * BLOCK_STRIDE + (start % PAGE + key) * TOKEN_STRIDE
-            else:
-                page = tl.load(table + at // PAGE, mask=seen, other=0).to(tl.int64)
-                base = page * BLOCK_STRIDE + (at % PAGE) * TOKEN_STRIDE
-            address = base[:, None] + kv_head * HEAD_STRIDE + dim[None, :]
-            if DIM_PAD == DIM:
-                mask = seen[:, None]
-            else:
-                mask = seen[:, None] & (dim < DIM)[None, :]
-            k = tl.load(k_ptr + address, mask=mask, other=0.0)
-            v = tl.load(v_ptr + address, mask=mask, other=0.0)
+            page = tl.load(table + at // PAGE, mask=seen, other=0).to(tl.int64)
+            base = page * BLOCK_STRIDE + (at % PAGE) * TOKEN_STRIDE
+        address = base[:, None] + kv_head * HEAD_STRIDE + dim[None, :]
+        if DIM_PAD == DIM:
+            mask = seen[:, None]
+        else:
+            mask = seen[:, None] & (dim < DIM)[None, :]
+        k = tl.load(k_ptr + address, mask=mask, other=0.0)
+        v = tl.load(v_ptr + address, mask=mask, other=0.0)
         scores = tl.dot(q, k.to(dtype).T, input_precision=PRECISION)
         if SOFTCAP > 0:
             scores = soft_cap(scores * SCALE, SOFTCAP) * 1.4426950408889634
@@ -190,8 +196,8 @@ def combine_kernel(
     row = tl.program_id(0)
     head = tl.program_id(1)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     first = tl.load(starts_ptr + row)
     last = tl.load(starts_ptr + row + 1)
     if last - first <= 1:

@@ -1,6 +1,6 @@
 """Products of a few rows with a weight matrix [out, in]: as fast as the weights can be read.
 
-`gemv_kernel` serves one row on the plain units, `skinny_kernel` up to 64 rows on the matrix units. Both can take RMSNorm before the
+`gemv_kernel` serves one row on the plain units, `skinny_kernel` up to 16 rows on the matrix units; both can take RMSNorm before the
 product (the row is scaled after it, so that one pass over the row gives both sums), and a gated activation or a residual addition after
 it. The first weight tile is read before the predecessor is done: weights do not depend on it.
 """
@@ -12,7 +12,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from hexad.operators.triton.device import prefetch
 from hexad.operators.triton.rows import activate
+
+
+@triton.jit
+def prefetch_rows(w_ptr, n, first, OUT: tl.constexpr, IN: tl.constexpr, COLUMNS: tl.constexpr):
+    """Ask for COLUMNS columns of rows `n`, from column `first` on, in the L2 (two bytes a number, lines of 128 bytes)."""
+    row = tl.minimum(n, OUT - 1).to(tl.int64)
+    column = tl.minimum(first + tl.arange(0, COLUMNS // 64) * 64, IN - 1)
+    prefetch(w_ptr + row[:, None] * IN + column[None, :])
 
 
 @triton.jit
@@ -32,6 +41,7 @@ def gemv_kernel(
     ACTIVATION: tl.constexpr,  # "": not gated
     RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
+    PREFETCH: tl.constexpr,  # columns after the first tile to ask for before the predecessor is done
     PDL: tl.constexpr,
 ):
     """BLOCK_N outputs a program."""
@@ -46,6 +56,10 @@ def gemv_kernel(
         up_address = address + OUT * IN
         up = tl.load(up_address, mask=row_mask, other=0.0, eviction_policy="evict_first")
     if PDL:
+        if PREFETCH > 0:
+            prefetch_rows(w_ptr, n, BLOCK_K, OUT, IN, PREFETCH)
+            if GATED:
+                prefetch_rows(w_ptr + OUT * IN, n, BLOCK_K, OUT, IN, PREFETCH)
         gdc_wait()
         gdc_launch_dependents()
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -103,6 +117,7 @@ def skinny_kernel(
     ACTIVATION: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
+    PREFETCH: tl.constexpr,  # columns to ask for before the predecessor is done
     PDL: tl.constexpr,
 ):
     """BLOCK_N outputs of all rows a program."""
@@ -112,6 +127,10 @@ def skinny_kernel(
     GATED: tl.constexpr = ACTIVATION != ""
     inside = n < OUT
     if PDL:
+        if PREFETCH > 0:
+            prefetch_rows(w_ptr, n, 0, OUT, IN, PREFETCH)
+            if GATED:
+                prefetch_rows(w_ptr + OUT * IN, n, 0, OUT, IN, PREFETCH)
         gdc_wait()
         gdc_launch_dependents()
     x_address = x_ptr + m[:, None] * X_STRIDE + k[None, :]
@@ -155,3 +174,97 @@ def skinny_kernel(
     if RESIDUAL:
         acc += tl.load(residual_ptr + target, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + target, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def stream_kernel(
+    x_ptr,
+    w_ptr,
+    w_desc,
+    out_ptr,
+    rows,
+    OUT: tl.constexpr,  # outputs: half the rows of the weight when GATED
+    IN: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,  # programs that share the inputs of one block of outputs; over 1: float32 partial sums [SPLIT, rows, OUT]
+    STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    TENSOR_COPY: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_N outputs of all rows, over IN / SPLIT inputs, a program. BLOCK_K divides IN / SPLIT and BLOCK_N divides OUT."""
+    first = tl.program_id(0) * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    SHARE: tl.constexpr = IN // SPLIT
+    GATED: tl.constexpr = ACTIVATION != ""
+    low = tl.program_id(1) * SHARE
+    if PDL:
+        if PREFETCH > 0:
+            prefetch_rows(w_ptr, n, low, OUT, IN, PREFETCH)
+            if GATED:
+                prefetch_rows(w_ptr + OUT * IN, n, low, OUT, IN, PREFETCH)
+        gdc_wait()
+        gdc_launch_dependents()
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if GATED:
+        up_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    x_address = x_ptr + m[:, None] * X_STRIDE + k[None, :]
+    w_address = w_ptr + n.to(tl.int64)[:, None] * IN + k[None, :]
+    for start in tl.range(low, low + SHARE, BLOCK_K, num_stages=STAGES):
+        x = tl.load(x_address + start, mask=(m < rows)[:, None], other=0.0)
+        if TENSOR_COPY:
+            w = w_desc.load([first, start])
+        else:
+            w = tl.load(w_address + start)
+        acc = tl.dot(w, x.T, acc)
+        if GATED:
+            if TENSOR_COPY:
+                up = w_desc.load([OUT + first, start])
+            else:
+                up = tl.load(w_address + OUT * IN + start)
+            up_acc = tl.dot(up, x.T, up_acc)
+    if GATED:
+        acc = activate(acc, ACTIVATION) * up_acc
+    mask = (m < rows)[:, None]
+    if SPLIT > 1:
+        line = (tl.program_id(1) * rows + m) * OUT
+        tl.store(out_ptr + line[:, None] + n[None, :], acc.T, mask=mask)
+    else:
+        tl.store(out_ptr + (m * OUT)[:, None] + n[None, :], acc.T.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def finish_kernel(
+    partial_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    rows,
+    OUT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sum of the partial products of one row, BLOCK outputs a program."""
+    row = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < OUT
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(SPLIT):
+        total += tl.load(partial_ptr + (part * rows + row) * OUT + n, mask=inside, other=0.0)
+    if BIAS:
+        total += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(residual_ptr + row * OUT + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * OUT + n, total.to(out_ptr.dtype.element_ty), mask=inside)

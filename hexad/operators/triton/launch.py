@@ -20,7 +20,11 @@ from triton.compiler import ASTSource, CompiledKernel
 
 INTERPRETED = bool(knobs.runtime.interpret)  # kernels run in Triton's interpreter, on CPU tensors
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# the launch function of a compiled kernel is not a public interface: use it only where it is known
+_DIRECT = not INTERPRETED and triton.__version__.split(".")[:2] == ["3", "6"]
+    "3",
+    "6",
+]  # the compiled kernel's launch function is not a public interface
 
 
 @dataclass(frozen=True)
@@ -58,39 +62,50 @@ class Launcher:
 
     Runtime arguments come first in the kernel's signature, constants (tl.constexpr) after them, in the order of `constants`. Integer
     arguments must be declared with `do_not_specialize` and stay below 2^31; tensors keep the dtype of the first call. The current
-    device must be the tensors' device, and `pdl` kernels must wait for their predecessors before they touch what those write or read.
+    device must be the tensors' device.
+
+    With `pdl` (programmatic dependent launch) programs may start before the kernel before them is done: until `gdc_wait` they may touch
+    only what no kernel still running can write. Kernels here wait in every program, so waiting is transitive.
     """
 
-    __slots__ = ("_constants", "_kernel", "_options", "_ready", "_values")
+    __slots__ = ("_constants", "_kernel", "_options", "_ready", "_values", "pdl")
 
     def __init__(self, kernel: Any, constants: dict[str, Any], *, num_warps: int = 4, num_stages: int = 1, pdl: bool = False) -> None:
         self._kernel = kernel
         self._constants = constants
         self._values = tuple(constants.values())
         self._options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": pdl}
-        self._ready: dict[int, CompiledKernel] = {}  # by device
+        self.pdl = pdl
+        self._ready: dict[Any, tuple[Any, Any, Any]] = {}  # (device, misaligned arguments) -> launch, function, metadata
 
-    def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
+    def __call__(self, grid: tuple[int, int, int], *args: Any, serial: bool = False) -> None:
+        """Launch on the current stream. `serial` keeps this launch from starting before its predecessor is done."""
+        if not _DIRECT:
+            options = self._options | {"launch_pdl": self.pdl and not serial}
+            self._kernel[grid](*args, **self._constants, **({} if INTERPRETED else options))
+            return
         raw, bits = [], 0
         for argument in args:
             if isinstance(argument, torch.Tensor):
                 argument = argument.data_ptr()
                 bits |= argument
             raw.append(argument)
-        if INTERPRETED:
-            self._kernel[grid](*args, **self._constants)
-            return
         device = torch.cuda.current_device()
-        compiled = self._ready.get(device)
-        if compiled is None or bits & 15 or knobs.runtime.launch_enter_hook is not None:
-            compiled = self._kernel[grid](*args, **self._constants, **self._options)
-            if not bits & 15:
-                self._ready[device] = compiled
-            return
+        key = device if not bits & 15 else (device, _misaligned(args))
+        ready = self._ready.get(key)
+        if ready is None:
+            ready = self._ready[key] = self._load(grid, args)
+        launch, function, metadata = ready
         stream = torch._C._cuda_getCurrentRawStream(device)
-        compiled.run(
-            grid[0], grid[1], grid[2], stream, compiled.function, compiled.packed_metadata, None, None, None, *raw, *self._values
-        )  # fmt: skip
+        pdl = self.pdl and not serial
+        launch(*grid, stream, function, False, pdl, None, None, metadata, None, None, None, *raw, *self._values)
+
+    def _load(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        """Compile (or find in Triton's cache) the variant for these arguments and load it on the current device."""
+        compiled = self._kernel.warmup(*args, grid=grid, **self._constants, **self._options)
+        launcher = compiled.run  # loads the module
+        assert not launcher.global_scratch_size and not launcher.profile_scratch_size, "kernels here need no scratch memory"
+        return launcher.launch, compiled.function, compiled.packed_metadata
 
     def compile(self, types: list[str], capability: int) -> CompiledKernel:
         """Compile for a card that need not be here. `types` are Triton's names for the runtime arguments ("*bf16", "i32",
@@ -102,3 +117,8 @@ class Launcher:
         source = ASTSource(self._kernel, signature, constexprs=absent | self._constants, attrs=aligned)
         options = self._options | {"launch_pdl": self._options["launch_pdl"] and capability >= 90}
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def _misaligned(args: tuple[Any, ...]) -> tuple[bool, ...]:
+    """Which tensors do not start at a multiple of 16 bytes: Triton compiles a variant for them."""
+    return tuple(isinstance(argument, torch.Tensor) and bool(argument.data_ptr() & 15) for argument in args)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hexad.operators.args import ActArgs, LinearArgs, NormArgs
 from hexad.operators.fused import FusedLinearArgs, Prepared
 from hexad.operators.registry import Kernel
-from hexad.operators.triton.gemv import gemv_kernel, skinny_kernel
-from hexad.operators.triton.launch import Launcher, target
+from hexad.operators.triton.gemv import finish_kernel, gemv_kernel, skinny_kernel, stream_kernel
+from hexad.operators.triton.launch import INTERPRETED, Launcher, target
 from hexad.operators.triton.rows import bind_gated_act, bind_rms_norm
-from hexad.operators.triton.tuning import BUCKETS, LIBRARY, Choice, bucket, choose
+from hexad.operators.triton.tuning import BUCKETS, Choice, bucket, choose
+
+Few = Callable[[torch.Tensor, Prepared, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+FINISH_BLOCK = 1024
 
 
 class Product:
@@ -27,42 +32,97 @@ class Product:
         self.on = target()
         device = self.on.name
         self.choices = {rows: forced or choose(device, op, args.out_features, args.in_features, rows) for rows in BUCKETS}
-        self.launchers: dict[tuple[int, int], tuple[tuple[int, int, int], Launcher]] = {}
+        self._made: dict[tuple[int, int], Few] = {}
+        self._descriptors: dict[int, TensorDescriptor] = {}
 
     def few(self, x: torch.Tensor, prepared: Prepared, norm: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor | None:
         """The product by an own kernel, or None."""
-        rows = x.shape[0]
-        size = bucket(rows)
-        if size is None or rows == 0 or self.choices[size] is LIBRARY or self.choices[size].kind == "library":
+        size = bucket(x.shape[0])
+        if size is None or self.choices[size].kind == "library" or not x.shape[0]:
             return None
-        choice, stride = self.choices[size], x.stride(0)
-        found = self.launchers.get((size, stride))
-        if found is None:
-            found = self.launchers[size, stride] = self._make(choice, stride, norm is not None, residual is not None)
-        grid, launch = found
-        weight, bias = prepared
-        out = residual if residual is not None else torch.empty((rows, self.out), dtype=x.dtype, device=x.device)
-        bound = (x, weight, x if bias is None else bias, x if norm is None else norm, x if residual is None else residual, out)
-        if choice.kind == "gemv":
-            launch(grid, *bound)
-        else:
-            launch(grid, *bound, rows)
-        return out
+        key = (size, x.stride(0))
+        made = self._made.get(key)
+        if made is None:
+            choice = self.choices[size]
+            make = {"gemv": self._gemv, "skinny": self._skinny, "stream": self._stream}[choice.kind]
+            made = self._made[key] = make(choice, x.stride(0), norm is not None, residual is not None)
+        return made(x, prepared, norm, residual)
 
-    def _make(self, choice: Choice, stride: int, norm: bool, residual: bool) -> tuple[tuple[int, int, int], Launcher]:
-        constants: dict[str, Any] = {"OUT": self.out, "IN": self.args.in_features}
-        if choice.kind == "skinny":
-            constants |= {"X_STRIDE": stride, "BLOCK_M": choice.block_m}
-        constants |= {"BLOCK_N": choice.block_n, "BLOCK_K": choice.block_k}
-        if choice.kind == "skinny":
-            constants |= {"STAGES": choice.stages}
-        constants |= {
-            "NORM": norm, "EPS": self.args.eps, "ACTIVATION": self.args.activation, "RESIDUAL": residual,
-            "BIAS": self.args.bias, "PDL": self.on.tensor_copies,
-        }  # fmt: skip
-        kernel = gemv_kernel if choice.kind == "gemv" else skinny_kernel
-        launcher = Launcher(kernel, constants, num_warps=choice.warps, num_stages=choice.stages, pdl=self.on.tensor_copies)
-        return (triton.cdiv(self.out, choice.block_n), 1, 1), launcher
+    def launcher(self, choice: Choice, stride: int, norm: bool, residual: bool) -> Launcher:
+        """The kernel of `choice` for rows of `x` that are `stride` apart."""
+        shape = {"OUT": self.out, "IN": self.args.in_features}
+        tiles = {"BLOCK_N": choice.block_n, "BLOCK_K": choice.block_k}
+        around = {"NORM": norm, "EPS": self.args.eps, "ACTIVATION": self.args.activation, "RESIDUAL": residual, "BIAS": self.args.bias}
+        last = {"PREFETCH": choice.prefetch, "PDL": self.on.tensor_copies}
+        many = {"X_STRIDE": stride, "BLOCK_M": choice.block_m}
+        kernel: Any
+        if choice.kind == "gemv":
+            kernel, constants = gemv_kernel, shape | tiles | around | last
+        elif choice.kind == "skinny":
+            kernel, constants = skinny_kernel, shape | many | tiles | {"STAGES": choice.stages} | around | last
+        else:
+            middle = {"SPLIT": choice.split, "STAGES": choice.stages, "ACTIVATION": self.args.activation}
+            kernel, constants = stream_kernel, shape | many | tiles | middle | {"TENSOR_COPY": self.on.tensor_copies} | last
+        return Launcher(kernel, constants, num_warps=choice.warps, num_stages=choice.stages, pdl=self.on.tensor_copies)
+
+    def _new(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        return residual if residual is not None else torch.empty((x.shape[0], self.out), dtype=x.dtype, device=x.device)
+
+    def _gemv(self, choice: Choice, stride: int, norm: bool, residual: bool) -> Few:
+        launch, grid = self.launcher(choice, stride, norm, residual), (triton.cdiv(self.out, choice.block_n), 1, 1)
+
+        def product(x: torch.Tensor, prepared: Prepared, gain: torch.Tensor | None, added: torch.Tensor | None) -> torch.Tensor:
+            out = self._new(x, added)
+            launch(grid, x, prepared[0], _or(prepared[1], x), _or(gain, x), out, out)
+            return out
+
+        return product
+
+    def _skinny(self, choice: Choice, stride: int, norm: bool, residual: bool) -> Few:
+        launch, grid = self.launcher(choice, stride, norm, residual), (triton.cdiv(self.out, choice.block_n), 1, 1)
+
+        def product(x: torch.Tensor, prepared: Prepared, gain: torch.Tensor | None, added: torch.Tensor | None) -> torch.Tensor:
+            out = self._new(x, added)
+            launch(grid, x, prepared[0], _or(prepared[1], x), _or(gain, x), out, out, x.shape[0])
+            return out
+
+        return product
+
+    def _stream(self, choice: Choice, stride: int, norm: bool, residual: bool) -> Few:
+        assert not norm and self.out % choice.block_n == 0 and self.args.in_features % (choice.split * choice.block_k) == 0, choice
+        assert not (self.gated and (choice.split > 1 or self.args.bias)), "a gated product is not split and has no bias"
+        launch = self.launcher(choice, stride, norm, residual)
+        grid = (self.out // choice.block_n, choice.split, 1)
+        finishing = choice.split > 1 or self.args.bias or residual
+        around = {"BIAS": self.args.bias, "RESIDUAL": residual, "PDL": self.on.tensor_copies}
+        constants = {"OUT": self.out, "SPLIT": choice.split, "BLOCK": FINISH_BLOCK, **around}
+        finish = Launcher(finish_kernel, constants, pdl=self.on.tensor_copies)
+        blocks = triton.cdiv(self.out, FINISH_BLOCK)
+
+        def product(x: torch.Tensor, prepared: Prepared, gain: torch.Tensor | None, added: torch.Tensor | None) -> torch.Tensor:
+            out, rows = self._new(x, added), x.shape[0]
+            parts = torch.empty((choice.split, rows, self.out), dtype=torch.float32, device=x.device) if finishing else out
+            launch(grid, x, prepared[0], self._descriptor(prepared[0], choice), parts, rows)
+            if finishing:
+                finish((rows, blocks, 1), parts, _or(prepared[1], x), out, out, rows)
+            return out
+
+        return product
+
+    def _descriptor(self, weight: torch.Tensor, choice: Choice) -> TensorDescriptor | None:
+        if not self.on.tensor_copies or INTERPRETED:
+            return None
+        key = weight.data_ptr()
+        made = self._descriptors.get(key)
+        if made is None:
+            made = TensorDescriptor(weight, list(weight.shape), [weight.stride(0), 1], [choice.block_n, choice.block_k])
+            self._descriptors[key] = made
+        return made
+
+
+def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """A pointer must be passed even where the kernel does not read it."""
+    return other if tensor is None else tensor
 
 
 def bind_linear(args: LinearArgs) -> Kernel:
@@ -78,26 +138,43 @@ def bind_linear(args: LinearArgs) -> Kernel:
 def bind_norm_linear(args: FusedLinearArgs) -> Kernel:
     product = Product(args, "norm_linear")
     norm = bind_rms_norm(NormArgs(args.in_features, args.eps, args.dtype, args.device_type))
+    linear = bind_linear(args.linear)
 
     def norm_linear(h: torch.Tensor, norm_weight: torch.Tensor, prepared: Prepared) -> torch.Tensor:
         out = product.few(h, prepared, norm_weight, None)
-        return F.linear(norm(h, norm_weight), prepared[0], prepared[1]) if out is None else out
+        if out is None:
+            out = linear(norm(h, norm_weight), prepared)
+        return out
 
     return norm_linear
 
 
 def bind_norm_gated_linear(args: FusedLinearArgs) -> Kernel:
     product = Product(args, "norm_gated_linear")
+    gated = bind_gated_linear(args)
     norm = bind_rms_norm(NormArgs(args.in_features, args.eps, args.dtype, args.device_type))
-    act = bind_gated_act(ActArgs(args.out_features // 2, args.activation, args.dtype, args.device_type))
 
     def norm_gated_linear(h: torch.Tensor, norm_weight: torch.Tensor, prepared: Prepared) -> torch.Tensor:
         out = product.few(h, prepared, norm_weight, None)
         if out is None:
-            out = act(F.linear(norm(h, norm_weight), prepared[0], prepared[1]))
+            out = gated(norm(h, norm_weight), prepared)
         return out
 
     return norm_gated_linear
+
+
+def bind_gated_linear(args: FusedLinearArgs) -> Kernel:
+    product = Product(args, "gated_linear")
+    linear = bind_linear(args.linear)
+    act = bind_gated_act(ActArgs(args.out_features // 2, args.activation, args.dtype, args.device_type))
+
+    def gated_linear(x: torch.Tensor, prepared: Prepared) -> torch.Tensor:
+        out = product.few(x, prepared, None, None)
+        if out is None:
+            out = act(linear(x, prepared))
+        return out
+
+    return gated_linear
 
 
 def bind_linear_add(args: FusedLinearArgs) -> Kernel:

@@ -65,8 +65,8 @@ def rope_kv_kernel(
     dtype = qkv_ptr.dtype.element_ty
     pair_mask = known[:, None] & turning[None, :]
     if PDL:
+        gdc_launch_dependents()  # first: products that follow start to read their weights
         gdc_wait()
-        gdc_launch_dependents()
     source = qkv_ptr + token * ROW_STRIDE + head[:, None] * DIM
     first = tl.load(source + low[None, :], mask=pair_mask, other=0.0).to(tl.float32)
     second = tl.load(source + high[None, :], mask=pair_mask, other=0.0).to(tl.float32)

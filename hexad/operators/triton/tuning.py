@@ -14,12 +14,14 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # rows; above the last the library's GEMM se
 class Choice:
     """One kernel and its tiles. `kind` "library" has none."""
 
-    kind: str  # library | gemv | skinny
+    kind: str  # library | gemv | skinny | stream
     block_n: int = 0
     block_k: int = 0
     warps: int = 4
     stages: int = 1
     block_m: int = 0
+    split: int = 1  # stream: programs that share the inputs
+    prefetch: int = 0  # columns asked for before the predecessor is done
 
 
 LIBRARY = Choice("library")
@@ -27,7 +29,7 @@ LIBRARY = Choice("library")
 
 @cache
 def table() -> dict[str, dict[str, dict[str, list]]]:
-    """device name -> "op,out,in" -> rows -> [kind, block_n, block_k, warps, stages, block_m]."""
+    """device name -> "op,out,in" -> rows -> fields of Choice."""
     text = files("hexad.operators.triton").joinpath("tuning.json").read_text()
     loaded: dict[str, dict[str, dict[str, list]]] = json.loads(text)
     return loaded
