@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from hexad.orchestration.settings import SchedulerSettings
 from hexad.orchestration.sizing import longest_sequence
 
 if TYPE_CHECKING:
+    from hexad.models.remote.cache import Progress
     from hexad.models.template import ChatTemplate
     from hexad.models.tokenizer import Tokenizer
 
@@ -102,7 +103,7 @@ def open_model(config: HexadConfig, report: Report = lambda phase, detail: None)
     return OpenedModel(files.path, read_spec(files.path, name=files.display_name))
 
 
-def _fetching(report: Report) -> Callable[[str, int, int | None], None]:
+def _fetching(report: Report) -> Progress:
     """Reports a download at most twice a second."""
     clock, last_s = SystemClock(), 0.0
 
