@@ -22,9 +22,6 @@ INTERPRETED = bool(knobs.runtime.interpret)  # kernels run in Triton's interpret
 
 # the launch function of a compiled kernel is not a public interface: use it only where it is known
 _DIRECT = not INTERPRETED and triton.__version__.split(".")[:2] == ["3", "6"]
-    "3",
-    "6",
-]  # the compiled kernel's launch function is not a public interface
 
 
 @dataclass(frozen=True)
