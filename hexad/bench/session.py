@@ -84,7 +84,7 @@ class Session:
             telemetry = stack.enter_context(Telemetry(0 if on_gpu else None))
             face = self.target.face(spec.vocab_size)
             stack.callback(face.close)
-            costs = _costs(spec, stored, self.target.options)
+            costs = costs_of(spec, stored, self.target.options)
             for load in loads:
                 result = results.new_result(self.kind, load, spec.name, costs.format.name)
                 result["calibration"], result["kv_dtype"] = calibration, costs.kv_dtype
@@ -145,7 +145,8 @@ def note(text: str, quiet: bool = False) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _costs(spec: Any, stored: Any, options: dict[str, Any]) -> ModelCosts:
+def costs_of(spec: Any, stored: Any, options: dict[str, Any]) -> ModelCosts:
+    """Costs of a model as these engine options would run it."""
     wanted = options.get("quantization") or options.get("dtype")
     keeps = wanted in (None, "auto") or (options.get("quantization") is None and stored.name not in _UNQUANTISED)
     form = stored if keeps else find_format(str(wanted))

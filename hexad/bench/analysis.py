@@ -1,0 +1,213 @@
+"""The commands of `hexad bench` that look inside: startup, kernels, accuracy, profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hexad.bench import results
+from hexad.bench.command import CalibrationOption, EngineOption, JsonOption, ModelOption, QuietOption, engine_options, guarded
+
+BatchesOption = Annotated[list[int] | None, typer.Option("--batch", help="batch sizes; may be repeated")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `hexad bench`."""
+    for command in (startup, kernels, accuracy, profile):
+        app.command()(command)
+
+
+def startup(
+    model: ModelOption,
+    json_path: JsonOption = None,
+    option: EngineOption = None,
+    warm_runs: Annotated[int, typer.Option(help="starts with warm caches; the median counts")] = 2,
+) -> None:
+    """Process start to first token, caches of compiled kernels empty and warm (W6); for real files also the disk's own read rate."""
+
+    def body() -> None:
+        from hexad.bench.facts import locate, read_facts
+        from hexad.bench.loads import find_load
+        from hexad.bench.shapes import is_shape
+        from hexad.bench.startup import disk_read_bytes_s, measure_startup, weight_files
+
+        options = engine_options(option)
+        if is_shape(model):
+            options.setdefault("load_format", "dummy")
+        spec, stored = read_facts(model)
+        path = locate(model)
+        result = results.new_result("startup", find_load("W6"), spec.name, stored.name)
+        files = [] if options.get("load_format") == "dummy" else weight_files(path)
+        disk = disk_read_bytes_s(files)
+        metrics = measure_startup(path, options, warm_runs=warm_runs)
+        if disk is not None:
+            metrics |= {"disk_read_bytes_s": disk, "weight_file_bytes": sum(file.stat().st_size for file in files)}
+        finish(result, metrics, json_path)
+
+    guarded(body)
+
+
+def kernels(
+    model: ModelOption,
+    json_path: JsonOption = None,
+    batch: BatchesOption = None,
+    context: Annotated[list[int] | None, typer.Option(help="context lengths of attention; may be repeated")] = None,
+    op: Annotated[list[str] | None, typer.Option(help="only these operators")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: the model's")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads")] = None,
+    seconds: Annotated[float, typer.Option(help="time spent on each case and provider")] = 0.2,
+    calibration_s: CalibrationOption = 0.3,
+    quiet: QuietOption = False,
+) -> None:
+    """Each operator's providers at the model's shapes: microseconds, bandwidth, and the share of the bound."""
+
+    def body() -> None:
+        import torch
+
+        from hexad.bench.facts import read_facts
+        from hexad.bench.kernels import measure_kernels
+        from hexad.bench.session import calibrated_device, note
+        from hexad.hardware.measure import calibrate
+
+        if threads:
+            torch.set_num_threads(threads)
+        spec, stored = read_facts(model)
+        chosen = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device)
+        result = results.new_result("kernels", None, spec.name, stored.name)
+        note("calibrating", quiet)
+        result["calibration"] = {"kind": "gpu" if chosen.type == "cuda" else "cpu", **calibrate(str(chosen), max(calibration_s, 0.05))}
+        result["device"] = {"name": result["calibration"]["device"]}
+
+        def keep(rows: list[dict[str, Any]]) -> None:
+            row = rows[-1]
+            note(f"{row['op']} {row['label']} {row['provider']}: {row['us']:.1f} us, {row['share']:.0%} of the bound", quiet)
+            result["metrics"] = {"rows": rows}
+            results.save(result, json_path)
+
+        rows = measure_kernels(
+            spec, getattr(torch, dtype or spec.dtype), chosen, calibrated_device(result["calibration"]),
+            batches=batch or [1, 8, 64, 256], contexts=context or [512, 2048], ops=op or (), seconds=seconds, save=keep,
+        )  # fmt: skip
+        result["partial"] = False
+        result["metrics"] = {"rows": rows, "us": {f"{r['op']} {r['label']} {r['provider']}": r["us"] for r in rows}}
+        results.save(result, json_path)
+        _table(["op", "label", "provider", "chosen", "us", "gb_s", "tflop_s", "share"], rows)
+
+    guarded(body)
+
+
+def accuracy(
+    model: ModelOption,
+    json_path: JsonOption = None,
+    reference: Annotated[str, typer.Option(help="transformers, none, or a file written by --save")] = "transformers",
+    text: Annotated[Path | None, typer.Option(help="a text file (default: a small public-domain text in the package)")] = None,
+    window: Annotated[int, typer.Option(help="tokens a window")] = 512,
+    max_tokens: Annotated[int | None, typer.Option(help="tokens in all")] = None,
+    save: Annotated[Path | None, typer.Option(help="keep this run's log-probabilities for later comparisons")] = None,
+    option: EngineOption = None,
+) -> None:
+    """Perplexity, KL and top-1 agreement against a reference."""
+
+    def body() -> None:
+        from hexad.bench import accuracy as scoring
+        from hexad.bench.facts import locate, read_facts
+        from hexad.llm import LLM
+
+        spec, stored = read_facts(model)
+        path = locate(model)
+        result = results.new_result("accuracy", None, spec.name, stored.name)
+        earlier = None if reference in ("transformers", "none") else scoring.load_run(Path(reference))
+        with LLM(str(path), **engine_options(option)) as llm:
+            ids = llm.get_tokenizer().encode(scoring.corpus_text(text), add_special_tokens=False)
+            windows = scoring.cut(ids, window, max_tokens)
+            ours = scoring.EngineScorer(llm).score(windows)
+            result["engine"] = {"config": llm.config.model_dump(mode="json", exclude={"server"})}
+        metrics: dict[str, Any] = {"perplexity": scoring.perplexity(ours), "tokens": sum(len(w) for w in ours)}
+        if save is not None:
+            scoring.save_run(save, scoring.Saved(spec.name, stored.name, windows, ours))
+        if reference != "none":
+            theirs = earlier.positions if earlier else scoring.TransformersScorer(path).score(windows)
+            result["reference"] = f"{earlier.model} {earlier.format}" if earlier else "transformers, float32"
+            metrics["reference_perplexity"] = scoring.perplexity(theirs)
+            metrics |= scoring.compare_positions(theirs, ours)
+        finish(result, metrics, json_path)
+
+    guarded(body)
+
+
+def profile(
+    model: ModelOption,
+    json_path: JsonOption = None,
+    batch: BatchesOption = None,
+    prompt: Annotated[int, typer.Option("--input-len", help="prompt tokens")] = 128,
+    steps: Annotated[int, typer.Option(help="decode steps recorded")] = 32,
+    option: EngineOption = None,
+    calibration_s: CalibrationOption = 0.3,
+    quiet: QuietOption = False,
+) -> None:
+    """Where a decode step's time goes, by operator, and in words what to work on."""
+
+    def body() -> None:
+        import torch
+
+        from hexad.bench import profile as profiling
+        from hexad.bench.facts import read_facts
+        from hexad.bench.inprocess import InProcess
+        from hexad.bench.session import calibrated_device, costs_of, note
+        from hexad.bench.shapes import is_shape, resolve_model
+        from hexad.hardware.measure import calibrate
+        from hexad.operators.load import load_operators
+
+        options = {"enforce_eager": True, "enable_prefix_caching": False} | engine_options(option)
+        if is_shape(model):
+            options.setdefault("load_format", "dummy")
+        on_gpu = str(options.get("device") or "auto") != "cpu" and torch.cuda.is_available()
+        spec, stored = read_facts(model)
+        result = results.new_result("profile", None, spec.name, stored.name)
+        note("calibrating", quiet)
+        result["calibration"] = {"kind": "gpu" if on_gpu else "cpu", **calibrate("cuda" if on_gpu else "cpu", max(calibration_s, 0.05))}
+        calibrated = calibrated_device(result["calibration"])
+        result["device"] = {"name": calibrated.name}
+        costs = costs_of(spec, stored, options)
+        for size in batch or [1, 16]:
+            recorder = profiling.Recorder(on_gpu)
+            with profiling.recording(load_operators(), recorder):
+                face = InProcess(resolve_model(model), options)
+            try:
+                measured = profiling.profile_decode(face, recorder, size, prompt, steps)
+            finally:
+                face.close()
+            rows = profiling.operator_table(recorder, measured, calibrated, getattr(torch, face.info()["dtype"]))
+            words = profiling.verdict(rows, measured, costs, calibrated)
+            result["metrics"][str(size)] = measured | {"operators": rows, "verdict": words}
+            results.save(result, json_path)
+            typer.echo(f"batch {size}, context {measured['context']:.0f}: {measured['step_s'] * 1e3:.3f} ms a step")
+            _table(["op", "provider", "calls_per_step", "ms_per_step", "share_of_step", "mb_per_step", "share_of_bound", "binds"], rows)
+            for line in words:
+                typer.echo(f"  {line}")
+        finish(result, result["metrics"], json_path, quiet=True)
+
+    guarded(body)
+
+
+def finish(result: dict[str, Any], metrics: dict[str, Any], path: Path | None, *, quiet: bool = False) -> None:
+    """Complete a result, write it, print its numbers."""
+    from hexad.bench.compare import flatten
+
+    result["metrics"], result["partial"] = metrics, False
+    results.save(result, path)
+    for name, value in {} if quiet else flatten(metrics).items():
+        typer.echo(f"{name:<36} {value:>18,.6g}")
+
+
+def _table(columns: list[str], rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*(f"{row[c]:,.3g}" if isinstance(row[c], float) else str(row[c]) for c in columns))
+    Console(width=max(100, Console().width)).print(table)

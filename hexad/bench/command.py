@@ -1,0 +1,61 @@
+"""What the commands of `hexad bench` share: options, and how a mistake or an interrupt ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hexad.common.errors import ConfigError, HexadError
+
+ModelOption = Annotated[str, typer.Option("--model", help="folder, .gguf file, source, or shape such as llama-3.1-8b (dummy weights)")]
+LoadOption = Annotated[list[str] | None, typer.Option("--load", help="W1 to W9; may be repeated")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="write the result here (with several loads: FILE-W1.json, ...)")]
+DurationOption = Annotated[float | None, typer.Option("--duration-s", help="steady state for so long, instead of the whole load")]
+RequestsOption = Annotated[int | None, typer.Option("--requests", "--num-prompts", help="in place of the load's number")]
+InputOption = Annotated[list[int] | None, typer.Option("--input-len", help="prompt tokens; may be repeated where the load sweeps them")]
+OutputOption = Annotated[int | None, typer.Option("--output-len", help="output tokens")]
+PrefixOption = Annotated[int | None, typer.Option("--prefix-len", help="shared prefix tokens")]
+BatchOption = Annotated[list[int] | None, typer.Option("--batch", help="batch sizes of a decode sweep")]
+ConcurrencyOption = Annotated[list[int] | None, typer.Option("--concurrency", "--max-concurrency", help="streams at once")]
+UrlOption = Annotated[str | None, typer.Option("--base-url", help="an OpenAI-compatible address instead of an engine in this process")]
+NameOption = Annotated[str | None, typer.Option("--served-model-name", help="the model's name at the address")]
+KeyOption = Annotated[str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="key for the address")]
+EngineOption = Annotated[list[str] | None, typer.Option("-o", "--option", help="engine option as key=value, such as max_num_seqs=256")]
+SeedOption = Annotated[int, typer.Option("--seed", help="of the random prompts")]
+CalibrationOption = Annotated[float, typer.Option("--calibration-s", help="seconds for each ceiling measured first; 0: none")]
+QuietOption = Annotated[bool, typer.Option("--quiet", help="no progress")]
+RepeatsOption = Annotated[int, typer.Option("--repeats", help="runs of a single stream; the median counts")]
+
+
+def guarded(action: Callable[[], Any]) -> Any:
+    """Run a command's body: mistakes end with their message and code, an interrupt with 130."""
+    try:
+        return action()
+    except KeyboardInterrupt:
+        typer.echo("interrupted: what was measured is in the result file, marked partial", err=True)
+        raise typer.Exit(130) from None
+    except HexadError as error:
+        typer.echo(error.message, err=True)
+        raise typer.Exit(getattr(error, "exit_code", 1)) from None
+
+
+def engine_options(items: list[str] | None) -> dict[str, Any]:
+    """["max_num_seqs=256", "dtype=bfloat16"] as a dict; values are read as JSON where they are JSON.
+
+    Raises:
+        ConfigError: not key=value.
+    """
+    found: dict[str, Any] = {}
+    for item in items or []:
+        key, separator, value = item.partition("=")
+        if not separator:
+            raise ConfigError(f"-o has {item!r}: write key=value, for instance max_num_seqs=256")
+        try:
+            found[key.replace("-", "_")] = json.loads(value)
+        except ValueError:
+            found[key.replace("-", "_")] = value
+    return found

@@ -1,0 +1,145 @@
+"""The operators of one model at the shapes that its steps have, with inputs, bytes and operations: what `bench kernels` times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hexad.models.costs import ModelCosts, Rows, linears
+from hexad.models.spec import ModelSpec
+from hexad.operators.args import ActArgs, AttentionArgs, LinearArgs, NormArgs, RopeKVArgs
+from hexad.operators.batch import AttentionBatch, KVPages
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator at one shape. `params()` makes fresh parameters (several copies defeat caches), `inputs()` the step's tensors."""
+
+    op: str
+    label: str
+    args: Any
+    params: Callable[[], Any] | None  # what `prepare` takes; None: no parameters
+    inputs: Callable[[], tuple[Any, ...]]
+    before: int  # how many of the inputs stand before the prepared parameters in the call
+    nbytes: float  # that must be read
+    flops: float
+
+
+def cases(spec: ModelSpec, dtype: torch.dtype, device: torch.device, batches: Sequence[int], contexts: Sequence[int]) -> Iterator[Case]:
+    """Every case: linear layers, norms, activation and rope by batch; attention by batch and context, and whole prompts."""
+    for batch in batches:
+        for m in linears(spec):
+            if m.role not in ("expert", "router"):
+                yield _linear(m.name, m.out_features, m.in_features, batch, dtype, device)
+        yield _norm(spec, batch, dtype, device)
+        if spec.mlp.gated:
+            yield _gated(spec, batch, dtype, device)
+        if spec.rope is not None:
+            yield _rope(spec, batch, dtype, device)
+        for context in contexts:
+            yield _attention(spec, batch, 1, context, dtype, device)
+    for context in contexts:
+        yield _attention(spec, 1, context, context, dtype, device)
+
+
+def _rand(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+def _linear(name: str, out: int, inner: int, rows: int, dtype: torch.dtype, device: torch.device) -> Case:
+    return Case(
+        "linear",
+        f"{name} {rows}x{inner}x{out}",
+        LinearArgs(inner, out, False, dtype, device.type),
+        lambda: (_rand(out, inner, dtype=dtype, device=device), None),
+        lambda: (_rand(rows, inner, dtype=dtype, device=device),),
+        1,
+        float(out * inner * dtype.itemsize),
+        2.0 * rows * out * inner,
+    )
+
+
+def _norm(spec: ModelSpec, rows: int, dtype: torch.dtype, device: torch.device) -> Case:
+    shape = (rows, spec.hidden)
+    return Case(
+        "add_rms_norm",
+        f"{rows}x{spec.hidden}",
+        NormArgs(spec.hidden, spec.norm_eps, dtype, device.type),
+        None,
+        lambda: tuple(_rand(*s, dtype=dtype, device=device) for s in (shape, shape, (spec.hidden,))),
+        3,
+        4.0 * rows * spec.hidden * dtype.itemsize,
+        0.0,
+    )  # fmt: skip
+
+
+def _gated(spec: ModelSpec, rows: int, dtype: torch.dtype, device: torch.device) -> Case:
+    width = spec.mlp.intermediate
+    return Case(
+        "gated_act",
+        f"{rows}x{width}",
+        ActArgs(width, spec.mlp.activation, dtype, device.type),
+        None,
+        lambda: (_rand(rows, 2 * width, dtype=dtype, device=device),),
+        1,
+        3.0 * rows * width * dtype.itemsize,
+        0.0,
+    )
+
+
+def _rope(spec: ModelSpec, rows: int, dtype: torch.dtype, device: torch.device) -> Case:
+    a, rope = spec.attention, spec.rope
+    assert rope is not None
+    rotary = rope.dim or a.head_dim
+    features = (a.heads + 2 * a.kv_heads) * a.head_dim
+
+    def inputs() -> tuple[Any, ...]:
+        head = _rand(a.head_dim, dtype=dtype, device=device) if a.qk_norm else None
+        pages = _pages(spec, -(-rows // BLOCK_SIZE), dtype, device)
+        slots = torch.arange(rows, device=device)
+        table = torch.rand(rows, rotary, device=device)
+        return _rand(rows, features, dtype=dtype, device=device), torch.arange(rows, device=device), table, slots, pages, head, head
+
+    args = RopeKVArgs(
+        a.heads, a.kv_heads, a.head_dim, rotary, rope.interleaved, a.qk_norm, spec.norm_eps, dtype, dtype, device.type
+    )  # fmt: skip
+    return Case("rope_kv_write", f"{rows}x{features}", args, None, inputs, 7, 2.0 * rows * features * dtype.itemsize, 0.0)
+
+
+def _pages(spec: ModelSpec, blocks: int, dtype: torch.dtype, device: torch.device) -> KVPages:
+    shape = (blocks, BLOCK_SIZE, spec.attention.kv_heads, spec.attention.head_dim)
+    return KVPages(_rand(*shape, dtype=dtype, device=device), _rand(*shape, dtype=dtype, device=device))
+
+
+def _attention(spec: ModelSpec, rows: int, queries: int, context: int, dtype: torch.dtype, device: torch.device) -> Case:
+    a = spec.attention
+    args = AttentionArgs(
+        a.heads, a.kv_heads, a.head_dim, a.scale, None, a.logit_softcap, BLOCK_SIZE, dtype, dtype, device.type
+    )  # fmt: skip
+
+    def inputs() -> tuple[Any, ...]:
+        blocks = -(-context // BLOCK_SIZE)
+        tokens = rows * queries
+        order = torch.randperm(rows * blocks, device=device).to(torch.int32).view(rows, blocks)
+        batch = AttentionBatch(
+            query_start=torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=device),
+            seq_lens=torch.full((rows,), context, dtype=torch.int32, device=device),
+            block_table=order,
+            slots=torch.full((tokens,), -1, device=device),
+            max_query_len=queries,
+            max_seq_len=context,
+            block_size=BLOCK_SIZE,
+            num_decodes=rows if queries == 1 else 0,
+        )
+        return _rand(tokens, a.heads, a.head_dim, dtype=dtype, device=device), _pages(spec, rows * blocks, dtype, device), batch
+
+    costs = ModelCosts(spec)
+    flops = costs.attention_flops(Rows(rows, queries, context - queries)) / spec.num_layers
+    nbytes = 2.0 * rows * context * a.kv_heads * a.head_dim * dtype.itemsize
+    label = f"decode {rows} x {context}" if queries == 1 else f"prompt {context}"
+    return Case("paged_attention", label, args, None, inputs, 3, nbytes, flops)

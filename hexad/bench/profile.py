@@ -1,0 +1,229 @@
+"""`hexad bench profile`: where a step's time goes, per operator, and which floor to work on.
+
+Operators are wrapped as they are bound, so that each call is known by its name, provider and static arguments. On a CPU a call is timed
+as it is; on a GPU the profiler's device time of the call counts, and the engine runs without graphs (in graphs the calls are not seen).
+What a step takes beyond its operators is host time and gaps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from hexad.hardware.registry import Device
+from hexad.hardware.roofline import Work, bound
+from hexad.models.costs import ModelCosts, Rows
+from hexad.operators.registry import Bound, Registry
+
+GAPS_LIMIT = 0.25  # of a step outside operators: then scheduling, not operators, is the first thing to mend
+NEAR_BOUND = 0.6
+_COMPUTE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass
+class OpTime:
+    """All calls of one operator with one provider."""
+
+    op: str
+    provider: str
+    calls: int = 0
+    seconds: float = 0.0
+    nbytes: float = 0.0  # parameters and activations read and written
+    flops: float = 0.0
+
+
+@dataclass
+class Recorder:
+    """Collects while `on`; `on_gpu` leaves the timing to the profiler."""
+
+    on_gpu: bool
+    on: bool = False
+    depth: int = 0
+    times: dict[str, OpTime] = field(default_factory=dict)
+
+    def wrap(self, bound_op: Bound, args: Any) -> Bound:
+        """The same operator, recorded."""
+        name = f"{bound_op.op}/{bound_op.provider}"
+
+        def call(*inputs: Any) -> Any:
+            if not self.on or self.depth:  # a composite counts, not its parts
+                return bound_op.call(*inputs)
+            return self._record(name, bound_op, args, inputs)
+
+        return replace(bound_op, call=call)
+
+    def _record(self, name: str, bound_op: Bound, args: Any, inputs: tuple[Any, ...]) -> Any:
+        entry = self.times.setdefault(name, OpTime(bound_op.op, bound_op.provider))
+        self.depth += 1
+        start = time.perf_counter()
+        try:
+            if self.on_gpu:
+                with torch.profiler.record_function(f"hexad::{name}"):
+                    result = bound_op.call(*inputs)
+            else:
+                result = bound_op.call(*inputs)
+        finally:
+            self.depth -= 1
+        entry.seconds += 0.0 if self.on_gpu else time.perf_counter() - start
+        entry.calls += 1
+        entry.nbytes += traffic_bytes(bound_op.op, inputs, result)
+        entry.flops += call_flops(bound_op.op, args, inputs)
+        return result
+
+
+@contextmanager
+def recording(registry: Registry, recorder: Recorder) -> Iterator[None]:
+    """While this lasts, what `registry` binds is recorded."""
+    plain = registry.bind
+
+    def bind(op: str, args: Any, prefer: Any = None) -> Bound:
+        return recorder.wrap(plain(op, args, prefer), args)
+
+    registry.bind = bind  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        registry.bind = plain  # type: ignore[method-assign]
+
+
+def traffic_bytes(op: str, inputs: tuple[Any, ...], result: Any) -> float:
+    """Bytes of the tensors that a call reads and writes; of attention's pages, those that the batch names."""
+    if op == "paged_attention":
+        q, kv, batch = inputs[:3]
+        tokens = (
+            float(batch.seq_lens.sum().item()) if batch.seq_lens.device.type == "cpu" else float(len(batch.seq_lens) * batch.max_seq_len)
+        )
+        per_token = 2 * kv.k.shape[2] * kv.k.shape[3] * kv.k.element_size()
+        return float(tokens * per_token + 2 * q.numel() * q.element_size())
+    if op == "embedding":
+        return 2.0 * _nbytes(result)
+    if op == "rope_kv_write":
+        return 2.0 * _nbytes(inputs[0])
+    return _nbytes(inputs) + _nbytes(result)
+
+
+def _nbytes(value: Any) -> float:
+    if isinstance(value, torch.Tensor):
+        return float(value.numel() * value.element_size())
+    if isinstance(value, tuple | list):
+        return sum(_nbytes(item) for item in value)
+    return float(getattr(value, "nbytes", 0) or 0)
+
+
+def call_flops(op: str, args: Any, inputs: tuple[Any, ...]) -> float:
+    """Operations of a call: products of linear layers (composites too) and of attention; the rest is bound by bytes."""
+    if hasattr(args, "in_features"):
+        return float(2 * inputs[0].shape[0] * args.in_features * args.out_features)
+    if op == "paged_attention":
+        batch = inputs[2]
+        tokens, rows = inputs[0].shape[0], max(len(batch.seq_lens), 1)
+        queries = tokens / rows
+        return float(4 * args.heads * args.head_dim * tokens * max(batch.max_seq_len - queries / 2, 1))
+    return 0.0
+
+
+def device_times(profiler: Any, times: dict[str, OpTime]) -> float:
+    """Put the profiler's device times into `times`; returns the device time of everything."""
+    busy_s = 0.0
+    for event in profiler.key_averages():
+        if event.key.startswith("hexad::") and event.key[7:] in times:
+            times[event.key[7:]].seconds = event.device_time_total / 1e6
+        if str(event.device_type).endswith("CUDA") and not event.key.startswith("hexad::"):
+            busy_s += event.self_device_time_total / 1e6
+    return busy_s
+
+
+def profile_decode(face: Any, recorder: Recorder, batch: int, prompt: int, steps: int) -> dict[str, Any]:
+    """Decode steps of a full batch: seconds a step, and operators in between. `face` is an `InProcess` built while recording."""
+    from hexad.bench.loads import random_prompts
+
+    prompts = random_prompts(batch, prompt, face.vocab_size, seed=1)
+    face.run(random_prompts(batch, prompt, face.vocab_size, seed=2), 4)
+    profiler = _profiler(recorder.on_gpu)
+    state: dict[str, float] = {}
+
+    def tick(_finished: int, tokens: int) -> None:
+        if not recorder.on and tokens >= 2 * batch and "end" not in state:
+            recorder.on = True
+            profiler.__enter__()
+            state["start"], state["tokens"] = time.perf_counter(), tokens
+        elif recorder.on and tokens >= state["tokens"] + steps * batch:
+            _synchronize(recorder.on_gpu)
+            state["end"], state["last"] = time.perf_counter(), tokens
+            recorder.on = False
+            profiler.__exit__(None, None, None)
+
+    face.run(prompts, steps + 8, tick=tick)
+    count = (state["last"] - state["tokens"]) / batch
+    wall_s = state["end"] - state["start"]
+    busy_s = device_times(profiler, recorder.times) if recorder.on_gpu else sum(t.seconds for t in recorder.times.values())
+    return {"steps": count, "step_s": wall_s / count, "operators_s": sum(t.seconds for t in recorder.times.values()) / count,
+            "device_busy_s": busy_s / count, "batch": batch, "context": prompt + 2 + steps / 2}  # fmt: skip
+
+
+class _NoProfiler:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def _profiler(on_gpu: bool) -> Any:
+    if not on_gpu:
+        return _NoProfiler()
+    from torch.profiler import ProfilerActivity
+
+    return torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+
+
+def _synchronize(on_gpu: bool) -> None:
+    if on_gpu:
+        torch.cuda.synchronize()
+
+
+def operator_table(recorder: Recorder, measured: dict[str, Any], calibrated: Device, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """One row an operator, the costliest first: share of the step, bytes, operations, and share of its bound."""
+    rows = []
+    for entry in recorder.times.values():
+        floor = bound(Work(entry.nbytes, 0.0, {_COMPUTE[dtype]: entry.flops}), calibrated)
+        rows.append(
+            {
+                "op": entry.op,
+                "provider": entry.provider,
+                "calls_per_step": entry.calls / measured["steps"],
+                "ms_per_step": entry.seconds * 1e3 / measured["steps"],
+                "share_of_step": entry.seconds / measured["steps"] / measured["step_s"],
+                "mb_per_step": entry.nbytes / 1e6 / measured["steps"],
+                "gflop_per_step": entry.flops / 1e9 / measured["steps"],
+                "share_of_bound": floor.time_s / entry.seconds if entry.seconds else 0.0,
+                "binds": "bytes" if floor.weights_s >= floor.compute_s else "arithmetic",
+            }
+        )
+    return sorted(rows, key=lambda row: -float(row["ms_per_step"]))
+
+
+def verdict(rows: list[dict[str, Any]], measured: dict[str, Any], costs: ModelCosts, calibrated: Device) -> list[str]:
+    """In words: what to work on."""
+    step_s = measured["step_s"]
+    gaps = 1 - measured["device_busy_s"] / step_s
+    floor_s = bound(costs.step([Rows(int(measured["batch"]), 1, measured["context"])]), calibrated).time_s
+    lines = [f"a step takes {step_s * 1e3:.3f} ms, its floor is {floor_s * 1e3:.3f} ms: at {floor_s / step_s:.0%}"]
+    if gaps > GAPS_LIMIT:
+        lines.append(f"gaps: {gaps:.0%} of the step is outside operators: work on scheduling, launches and host time before any kernel")
+    far = [row for row in rows if row["share_of_step"] > 0.05 and row["share_of_bound"] < NEAR_BOUND]
+    for row in far[:3]:
+        lines.append(
+            f"operator {row['op']} ({row['provider']}): {row['share_of_step']:.0%} of the step at {row['share_of_bound']:.0%} of its bound "
+            f"({row['binds']}): a better kernel would save up to {(1 - row['share_of_bound']) * row['ms_per_step']:.3f} ms a step"
+        )
+    if gaps <= GAPS_LIMIT and not far:
+        what = "fewer bits (quantise weights or KV) or more tokens a step" if rows and rows[0]["binds"] == "bytes" else "fewer operations"
+        lines.append(f"at the bound: operators are near what the device can do; only {what} will help")
+    return lines
+
+
+Ready = Callable[[], None]

@@ -1,0 +1,117 @@
+"""`hexad bench startup` (W6): from the start of a process to its first token, with empty and with warm caches of compiled kernels.
+
+The child (`python -m hexad.bench.startup`) reads one job from stdin, builds an engine, makes one token and prints its moments. Caches
+that the engine and its libraries write are pointed at a fresh folder; the model itself is fetched before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hexad.common.errors import HexadError
+
+CACHE_VARIABLES = (
+    "HEXAD_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME",
+)  # fmt: skip
+_CHUNK = 16 * 2**20
+
+
+def measure_startup(model: Path, options: dict[str, Any], *, warm_runs: int = 2, timeout_s: float = 600.0) -> dict[str, Any]:
+    """Metrics of W6: `{"ready_s": {"empty", "warm"}, "first_token_s": {...}, "phases_s": {...}}`; warm is the median of `warm_runs`.
+
+    Raises:
+        HexadError: the engine did not start (its last line is the message).
+    """
+    with tempfile.TemporaryDirectory(prefix="hexad-startup-") as folder:
+        environment = dict(os.environ)
+        for name in CACHE_VARIABLES:
+            environment[name] = str(Path(folder) / name.lower())
+        runs = [run_child(model, options, environment, timeout_s) for _ in range(1 + warm_runs)]
+    warm = sorted(runs[1:], key=lambda run: float(run["first_token_s"]))[warm_runs // 2] if warm_runs else None
+    found: dict[str, Any] = {"ready_s": {}, "first_token_s": {}, "phases_s": {}}
+    for name, run in (("empty", runs[0]), ("warm", warm)):
+        if run is not None:
+            for key in found:
+                found[key][name] = run[key]
+    return found
+
+
+def run_child(model: Path, options: dict[str, Any], environment: dict[str, str], timeout_s: float) -> dict[str, Any]:
+    """One start in a process of its own; seconds count from before it is spawned."""
+    start = time.time()
+    job = json.dumps({"model": str(model), "options": options})
+    command = [sys.executable, "-m", "hexad.bench.startup"]
+    run = subprocess.run(command, input=job, capture_output=True, text=True, env=environment, timeout=timeout_s)
+    if run.returncode:
+        raise HexadError(f"the engine did not start: {(run.stderr.strip().splitlines() or ['no message'])[-1]}")
+    moments = json.loads(run.stdout.strip().splitlines()[-1])
+    names = list(moments)
+    phases = {name: moments[name] - (moments[names[i - 1]] if i else start) for i, name in enumerate(names)}
+    return {"ready_s": moments["ready"] - start, "first_token_s": moments["first token"] - start, "phases_s": phases}
+
+
+def weight_files(model: Path) -> list[Path]:
+    """The files that hold a model's weights."""
+    return [model] if model.is_file() else sorted((*model.glob("*.safetensors"), *model.glob("*.gguf")))
+
+
+def disk_read_bytes_s(files: Iterable[Path]) -> float | None:
+    """How fast this disk delivers these files when they are not in memory; leaves them out of memory. None without files."""
+    files = list(files)
+    drop_from_memory(files)
+    total, start = 0, time.perf_counter()
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(_CHUNK):
+                total += len(chunk)
+    seconds = time.perf_counter() - start
+    drop_from_memory(files)
+    return total / seconds if total else None
+
+
+def drop_from_memory(files: Iterable[Path]) -> None:
+    """Ask the kernel to forget cached pages of files (a hint; needs no rights)."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in files:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def child(job: dict[str, Any]) -> dict[str, float]:
+    """Build, generate one token; the moment at which each phase ended."""
+    moments = {"python": time.time()}
+
+    def report(phase: str, _detail: str) -> None:  # a phase begins: the one before has ended
+        moments.setdefault(f"before {phase}", time.time())
+
+    from hexad import compose
+    from hexad.common.params import SamplingParams
+    from hexad.engine.plan import TokenSegment
+    from hexad.llm import config_from_options
+    from hexad.orchestration.messages import Submit
+
+    moments["imports"] = time.time()
+    engine = compose.build(config_from_options({"model": job["model"], **job["options"]}), report)
+    moments["ready"] = time.time()
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    engine.core.submit(Submit(request_id="first", prompt=(TokenSegment(tuple(range(100, 116))),), params=params))
+    while engine.core.has_work():
+        for output in engine.core.step().get(b"", ()):
+            if output.error:
+                raise HexadError(output.error)
+    moments["first token"] = time.time()
+    engine.core.close()
+    return moments
+
+
+if __name__ == "__main__":
+    print(json.dumps(child(json.load(sys.stdin))))
