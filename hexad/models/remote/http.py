@@ -44,7 +44,10 @@ def fill(folder: Path, source: str, progress: Progress) -> Manifest:
     path = urllib.parse.urlsplit(address).path
     if path.endswith(".gguf"):
         name = urllib.parse.unquote(path.rsplit("/", 1)[1])
-        file = _fetch(address, folder, name, progress)
+        try:
+            file = _fetch(address, folder, name, progress)
+        except MissingFileError:
+            raise ModelError(f"{address}: there is no such file: check the address") from None
         expected = fragment.removeprefix("sha256=").lower() if fragment.startswith("sha256=") else None
         if expected is not None and expected != file.sha256:
             (folder / name).unlink()
