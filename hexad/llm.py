@@ -77,6 +77,8 @@ class LLM:
         parsed = [self._parse(prompt) for prompt in _as_list(prompts)]
         params = _spread(sampling_params or self.get_default_sampling_params(), len(parsed))
         works = [self._work(text, ids, each) for (text, ids), each in zip(parsed, params, strict=True)]
+        for work in works:
+            self._core.check(work.as_submit(self._eos_token_ids))
         return self._run(works, use_tqdm)
 
     def chat(

@@ -88,7 +88,7 @@ class CoreLoop:
         choices = set(range(min(max(submit.params.n, 1), 1024)))
         self._live.setdefault(front_end, {})[submit.request_id] = choices
         try:
-            self._check(submit)
+            self.check(submit)
             self.scheduler.add(submit, front_end=front_end)
         except HexadError as error:
             self._fail(front_end, submit.request_id, error.message, error.code)
@@ -96,10 +96,15 @@ class CoreLoop:
             log.exception("request %r could not be added", submit.request_id[:MAX_REQUEST_ID_CHARS])
             self._fail(front_end, submit.request_id, f"the engine could not accept this request: {error}", "internal_error")
 
-    def _check(self, submit: Submit) -> None:
-        """Front ends validate; this keeps a faulty one from harming the others' requests."""
+    def check(self, submit: Submit) -> None:
+        """Refuse what must not reach the scheduler. Front ends validate too; this keeps a faulty one from harming the others' requests.
+
+        Raises:
+            RequestError: the request is wrong.
+            OverloadedError, EngineDeadError: nothing is accepted any more.
+        """
         if self.death is not None:
-            raise self.death
+            raise EngineDeadError(self.death.message)
         if self.draining:
             raise OverloadedError("the engine is shutting down and takes no new requests: send it again in a moment", retry_after_s=5.0)
         if not 1 <= len(submit.request_id) <= MAX_REQUEST_ID_CHARS:
