@@ -63,12 +63,14 @@ class Runner:
         self.device = device
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
-        self.sampler = Sampler(vocab_size, model.spec.vocab_size, max_num_seqs, device)
+        self.vocab_size = vocab_size
+        self.sampler: Sampler
         self.state: BatchState
         self.kv: KVStorage
 
     def allocate(self, layout: KVLayout, kv_dtype: torch.dtype) -> None:
-        """Make the KV pool and everything that is as large as the batch."""
+        """Make the KV pool and everything that is as large as the batch. Called again, it forgets every request."""
+        self.sampler = Sampler(self.vocab_size, self.model.spec.vocab_size, self.max_num_seqs, self.device)
         self.kv = KVStorage(layout, self.model.spec, kv_dtype, self.device)
         self.state = BatchState(self.max_num_seqs, self.max_model_len, layout.block_size, len(layout.groups))
         table = torch.zeros(self.max_num_seqs, self.state.table_width, dtype=torch.int64, device=self.device)
@@ -133,7 +135,7 @@ class Runner:
         for index, request in host.scored:
             row, low, top = host.rows[index], int(host.query_start[index]), request.params.prompt_logprobs or 0
             targets = self._token_table[int(host.slots[index]), row.start + 1 : row.start + 1 + num_targets(row, request)]
-            parts = score(self.model.logits, hidden[low:], targets, self.sampler.vocab_size, top)
+            parts = score(self.model.logits, hidden[low:], targets, self.vocab_size, top)
             scores.append(PromptScores(index, row.start == 0, top, parts))
         return scores
 

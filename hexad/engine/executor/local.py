@@ -148,11 +148,11 @@ class LocalExecutor:
         }
 
     def allocate(self, layout: KVLayout) -> None:
-        """Make the KV pool; the executor is then ready for plans."""
+        """Make the KV pool; the executor is then ready for plans. Called again (no step in flight), it forgets every request."""
         if layout.block_size != self.block_size:
             raise ConfigError(f"block size is {layout.block_size}, the operators were bound for {self.block_size}: use that")
         self.runner.allocate(layout, self.kv_dtype)
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self._thread is None:
             threads = torch.get_num_threads()
             self._thread = DeviceThread("hexad-device", lambda: torch.set_num_threads(threads))
 
