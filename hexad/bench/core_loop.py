@@ -93,10 +93,10 @@ class InstantStep:
         return self._result
 
 
-def measure(num_seqs: int, num_steps: int, *, logprobs: int | None = None) -> dict[str, Any]:
+def measure(num_seqs: int, num_steps: int) -> dict[str, Any]:
     """Milliseconds per step with `num_seqs` running sequences."""
     core, watch = _make(num_seqs, num_steps)
-    params = SamplingParams(temperature=0.0, max_tokens=num_steps + 1000, ignore_eos=True, logprobs=logprobs)
+    params = SamplingParams(temperature=0.0, max_tokens=num_steps + 1000, ignore_eos=True)
     for index in range(num_seqs):
         prompt = (TokenSegment(tuple((index * 31 + i) % 1000 for i in range(PROMPT_TOKENS))),)
         core.submit(Submit(request_id=f"request-{index:06d}", prompt=prompt, params=params), b"front")
@@ -167,7 +167,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="running sequences")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--logprobs", type=int, default=None, help="also ask for that many log-probabilities (the executor gives none)")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     args = parser.parse_args()
     processor = read_processor()
@@ -176,7 +175,7 @@ def main() -> None:
         "goal": f"cpu_ms under {GOAL_MS_AT_256} at 256",
         "processor": processor.name,
         "python": platform.python_version(),
-        "results": [measure(size, args.steps, logprobs=args.logprobs) for size in args.sizes],
+        "results": [measure(size, args.steps) for size in args.sizes],
     }
     text = json.dumps(result, indent=2)
     print(text)
