@@ -1,14 +1,23 @@
-"""From a path to a ModelSpec: config.json of a Hugging Face folder, or GGUF metadata. Reads no weights. No torch."""
+"""From a path to a ModelSpec: config.json of a Hugging Face folder, or GGUF metadata. Reads headers, hardly any weights. No torch."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
-from hexad.common.errors import ModelError
+import msgspec
+
+from hexad.common.errors import ModelError, WeightsError
 from hexad.models.formats import gguf_config, hf_config
 from hexad.models.formats.files import read_json
 from hexad.models.formats.gguf import GGUFFile, find_gguf
+from hexad.models.formats.safetensors import read_folder
+from hexad.models.formats.stored import StoredTensor
 from hexad.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def read_spec(path: Path, *, name: str | None = None) -> ModelSpec:
@@ -31,7 +40,37 @@ def read_spec(path: Path, *, name: str | None = None) -> ModelSpec:
     if config is None:
         raise ModelError(f"{folder}: no config.json and no *.gguf file here: not a model folder")
     generation = read_json(folder / "generation_config.json") or {}
-    return hf_config.spec_of_config(config, name or folder.resolve().name, folder / "config.json", generation)
+    spec = hf_config.spec_of_config(config, name or folder.resolve().name, folder / "config.json", generation)
+    if spec.tied and _has_own_head(folder):
+        log.warning(
+            "%s: tie_word_embeddings is true, but the weights have an output head that differs from the embedding: that head is used. "
+            "Set tie_word_embeddings to false in config.json to silence this.",
+            folder,
+        )
+        return msgspec.structs.replace(spec, tied=False)
+    return spec
+
+
+def _has_own_head(folder: Path) -> bool:
+    """Whether an output head is stored that is not a copy of the embedding (some bytes of both are compared)."""
+    try:
+        tensors = read_folder(folder)
+    except WeightsError:
+        return False  # no weights, or damaged ones: the loader says so, if it is asked to load them
+    head = next((t for n, t in tensors.items() if n.endswith("lm_head.weight")), None)
+    table = next((t for n, t in tensors.items() if n.endswith("embed_tokens.weight")), None)
+    if head is None or table is None:
+        return False
+    if (head.shape, head.format) != (table.shape, table.format):
+        return True
+    step = max(_SAMPLE_BYTES, head.nbytes // _SAMPLES)
+    return any(_bytes_at(head, at) != _bytes_at(table, at) for at in range(0, head.nbytes, step))
+
+
+def _bytes_at(tensor: StoredTensor, at: int) -> bytes:
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.offset + at)
+        return file.read(min(_SAMPLE_BYTES, tensor.nbytes - at))
 
 
 def is_gguf(path: Path) -> bool:

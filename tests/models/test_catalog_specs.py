@@ -9,8 +9,10 @@ import random
 import gguf
 import numpy as np
 import pytest
+import torch
 import transformers
 from model_files import add, damaged, finish, fresh_seed
+from safetensors.torch import save_file
 
 from hexad.common.errors import ModelError
 from hexad.models.catalog import read_spec
@@ -77,6 +79,20 @@ def test_b42_tie_flag_nested_in_a_text_config(tmp_path, nested):
     spec = read_spec(tmp_path)
     assert spec.tied is (nested if nested is not None else True)
     assert (spec.hidden, spec.dtype) == (32, "float32")
+
+
+@pytest.mark.parametrize(("change", "tied"), [(None, True), ("first", False), ("last", False), ("absent", True)])
+def test_b42_tied_with_a_duplicate_head(tmp_path, change, tied, caplog):
+    """A copy of the embedding is redundant; a head of its own is used, with a warning, as transformers does."""
+    spec_of(tmp_path, model_type="llama", tie_word_embeddings=True)
+    table = torch.randn(96, 32)
+    head = table.clone()
+    if change in ("first", "last"):
+        head[0 if change == "first" else -1, 0] += 1
+    tensors = {"model.embed_tokens.weight": table} | ({} if change == "absent" else {"lm_head.weight": head})
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert read_spec(tmp_path).tied is tied
+    assert ("differs from the embedding" in caplog.text) is not tied
 
 
 @pytest.mark.parametrize(
