@@ -177,11 +177,14 @@ class Planner:
 
     def _head(self, build: _Build) -> Request | None:
         """The waiting request that may start now, if any may."""
-        if build.closed or len(self.running) >= self._settings.max_num_seqs:
+        if build.closed or (build.short and (build.rows or self._in_flight)):
             return None
-        if build.short and (build.rows or self._in_flight):
-            return None
-        return self._policy.peek()
+        head = self._policy.peek()
+        if head is not None and len(self.running) >= self._settings.max_num_seqs:
+            victim = self._policy.victim_for_slot(head, self.running)
+            if victim is None or not self._give_way(victim, build):
+                return None
+        return head
 
     @property
     def _in_flight(self) -> bool:
@@ -262,10 +265,9 @@ class Planner:
             available = pool.num_free + pool.num_evictable - kv.num_idle(path)
             if kv.prompt_pages(total, len(path)) + reserve <= available:
                 return True
-            victim = self._displaced_by(request)
-            if victim is None or pool.num_deferred:
+            victim = self._policy.victim_for_blocks(request, self.running)
+            if victim is None or pool.num_deferred or not self._give_way(victim, build):
                 return False
-            self._preempt(victim, build)
 
     def _start(self, request: Request, path: list[Node], chunk: int, build: _Build) -> bool:
         kv = self._kv
@@ -277,8 +279,7 @@ class Planner:
             request.num_computed = 0
             kv.release(request)
             return False
-        popped = self._policy.pop()
-        assert popped is request
+        self._policy.remove(request)
         moved = self._move_partial_block(request, len(path), build)
         if moved:
             chunk = len(request.ids) - cached - moved
@@ -348,12 +349,12 @@ class Planner:
                 return candidate
         return None
 
-    def _displaced_by(self, request: Request) -> Request | None:
-        """A running request of worse priority than a waiting one, where the policy lets the better take its blocks."""
-        worst = self.running[-1] if self.running else None
-        if worst is None or not self._policy.displaces or worst.priority <= request.priority:
-            return None
-        return worst
+    def _give_way(self, victim: Request, build: _Build) -> bool:
+        """Preempt a running request for a waiting one, unless this very plan introduces it."""
+        if any(new.rid == victim.rid for new in build.new):
+            return False
+        self._preempt(victim, build)
+        return True
 
     def _preempt(self, request: Request, build: _Build | None = None) -> None:
         """Take a running request's blocks; it starts again from its confirmed ids once its results in flight have come back."""

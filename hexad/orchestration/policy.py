@@ -1,13 +1,13 @@
 """Who is next: the orders in which waiting requests are admitted and running ones give way. No torch.
 
 Contract: a policy holds the waiting requests and charges tenants for tokens; it never touches blocks or requests' progress. Smaller
-keys go first. `peek` and `pop` agree as long as nothing is pushed, removed or charged in between.
+keys go first.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from hexad.orchestration.request import Request
@@ -19,13 +19,13 @@ class Policy(Protocol):
     """Order of admission, and how running requests rank when blocks run out."""
 
     charges: bool  # `charge` has an effect: the scheduler need not call it otherwise
-    displaces: bool  # a waiting request may take the blocks of a running one of lower rank
+    displaces: bool  # a prompt may take the blocks of a running request of worse priority that already has a row in the step
 
     def push(self, request: Request) -> None: ...
 
-    def peek(self) -> Request | None: ...
-
-    def pop(self) -> Request: ...
+    def peek(self) -> Request | None:
+        """The waiting request that is next; it stays until removed."""
+        ...
 
     def remove(self, request: Request) -> None: ...
 
@@ -37,12 +37,20 @@ class Policy(Protocol):
         """Order in which prompts get the step's tokens, running or waiting; may change with every charge."""
         ...
 
+    def victim_for_blocks(self, request: Request, running: Sequence[Request]) -> Request | None:
+        """The running request (best rank first) that gives way when a waiting one finds no blocks; None: it waits."""
+        ...
+
+    def victim_for_slot(self, request: Request, running: Sequence[Request]) -> Request | None:
+        """Likewise when `max_num_seqs` requests run."""
+        ...
+
     def charge(self, request: Request, num_tokens: int) -> None:
         """Tokens were planned for the request."""
         ...
 
     def started(self, request: Request) -> None:
-        """It was popped and runs now."""
+        """It was removed from the queue and runs now."""
         ...
 
     def stopped(self, request: Request) -> None:
@@ -59,41 +67,37 @@ class OrderedQueue:
 
     def __init__(self, by_priority: bool) -> None:
         self._by_priority = by_priority
-        self._heap: list[tuple[Key, Request]] = []
-        self._members: dict[int, Request] = {}
+        self._heap: list[tuple[Key, int, Request]] = []  # the number of the push tells a live entry from a removed one
+        self._members: dict[int, tuple[Key, int, Request]] = {}  # rid -> its live entry
+        self._pushes = 0
 
     def key(self, request: Request) -> Key:
         return (request.priority if self._by_priority else 0, 0, request.seq)
 
     def push(self, request: Request) -> None:
         assert request.rid not in self._members
-        self._members[request.rid] = request
-        heapq.heappush(self._heap, (self.key(request), request))
+        self._pushes += 1
+        entry = (self.key(request), self._pushes, request)
+        self._members[request.rid] = entry
+        heapq.heappush(self._heap, entry)
 
     def peek(self) -> Request | None:
         heap = self._heap
-        while heap and self._members.get(heap[0][1].rid) is not heap[0][1]:
+        while heap and self._members.get(heap[0][2].rid) is not heap[0]:
             heapq.heappop(heap)
-        return heap[0][1] if heap else None
-
-    def pop(self) -> Request:
-        request = self.peek()
-        assert request is not None, "nothing waits"
-        heapq.heappop(self._heap)
-        del self._members[request.rid]
-        return request
+        return heap[0][2] if heap else None
 
     def remove(self, request: Request) -> None:
         del self._members[request.rid]
         if len(self._heap) > 2 * len(self._members) + 64:
-            self._heap = [(self.key(member), member) for member in self._members.values()]
+            self._heap = list(self._members.values())
             heapq.heapify(self._heap)
 
     def __len__(self) -> int:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._members.values())
+        return (request for _, _, request in self._members.values())
 
 
 class OrderPolicy(OrderedQueue):
@@ -107,6 +111,14 @@ class OrderPolicy(OrderedQueue):
 
     def rank(self, request: Request) -> Key:
         return self.key(request)
+
+    def victim_for_blocks(self, request: Request, running: Sequence[Request]) -> Request | None:
+        worst = running[-1] if running and self.displaces else None
+        return worst if worst is not None and worst.priority > request.priority else None
+
+    def victim_for_slot(self, request: Request, running: Sequence[Request]) -> Request | None:
+        """Nobody: a slot frees soon, and giving one up costs a recompute."""
+        return None
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Tokens are free here."""
@@ -139,7 +151,8 @@ class FairPolicy:
     """Token-fair between tenants: the one served least goes first; within a tenant by priority, then arrival.
 
     The counter of a tenant that was away is lifted to the smallest of those present, so that absence saves up no credit (Virtual Token
-    Counter, Sheng et al. 2024). Tokens are charged when they are planned, prompts and outputs alike.
+    Counter, Sheng et al. 2024). Tokens are charged when they are planned, prompts and outputs alike. A tenant with nothing running does not
+    wait for another's long outputs: the one with the most running requests for its weight, and at least two, gives up its latest.
     """
 
     charges = True
@@ -170,15 +183,19 @@ class FairPolicy:
         tenant = self._next()
         return tenant.queue.peek() if tenant is not None else None
 
-    def pop(self) -> Request:
-        tenant = self._next()
-        assert tenant is not None, "nothing waits"
-        self._num_waiting -= 1
-        return tenant.queue.pop()
-
     def remove(self, request: Request) -> None:
         self._tenants[request.tenant].queue.remove(request)
         self._num_waiting -= 1
+
+    def victim_for_blocks(self, request: Request, running: Sequence[Request]) -> Request | None:
+        return self.victim_for_slot(request, running)
+
+    def victim_for_slot(self, request: Request, running: Sequence[Request]) -> Request | None:
+        if self._tenants[request.tenant].num_running:
+            return None
+        crowd = [tenant for tenant in self._tenants.values() if tenant.num_running > 1]
+        most = max(crowd, key=lambda tenant: tenant.num_running / tenant.weight, default=None)
+        return next((member for member in reversed(running) if self._tenants[member.tenant] is most), None)
 
     def charge(self, request: Request, num_tokens: int) -> None:
         tenant = self._tenants[request.tenant]

@@ -52,13 +52,14 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
 class _Life:
     """One request from `new` to `finished`: as planned (tables, `planned`) and as executed (ids, tags, `computed`)."""
 
-    __slots__ = ("computed", "ids_len", "planned", "rid", "seen", "tables", "tags")
+    __slots__ = ("computed", "failed", "ids_len", "planned", "rid", "seen", "tables", "tags")
 
     def __init__(self, new: NewRequest, num_groups: int) -> None:
         self.rid = new.rid
         self.tables = [list(table) for table in new.block_ids]
         self.planned = new.num_cached
         self.computed = new.num_cached
+        self.failed = False  # rows planned before the scheduler knew are excused
         self.tags: list[bytes] = []  # tags[p]: of ids 0..p
         self.seen: list[dict[int, int]] = [{} for _ in range(num_groups)]  # block -> write count when its tags were right
         state = repr(new.adapter_id).encode()
@@ -132,15 +133,18 @@ class Replayer:
             self._violation(plan, f"result of step {result.step_id} came")
         for move in plan.kv_moves:
             self._move(move.group, move.source_block, move.target_block, move.num_tokens)
+        for out, life in zip(result.rows, lives, strict=True):
+            life.failed |= out.error is not None
         spans = [self._span(plan, row, out, life) for row, out, life in zip(plan.rows, result.rows, lives, strict=True)]
         for life, (start, _) in zip(lives, spans, strict=True):
-            self._read(plan, life, start, start)
-        for out, life, (start, end) in zip(result.rows, lives, spans, strict=True):
-            self._write(plan, life, start, end, failed=out.error is not None)
+            if not life.failed:
+                self._read(plan, life, start, start)
+        for life, (start, end) in zip(lives, spans, strict=True):
+            self._write(plan, life, start, end)
         for row, out, life, (start, end) in zip(plan.rows, result.rows, lives, spans, strict=True):
-            if out.error is None:
+            if not life.failed:
                 self._read(plan, life, start, end)
-            self._finish_row(plan, row, out, life, end)
+                self._finish_row(plan, row, out, life, end)
         self._retired = plan.step_id
 
     def report(self) -> ReplayReport:
@@ -213,10 +217,12 @@ class Replayer:
 
     def _span(self, plan: StepPlan, row: Row, out: RowResult, life: _Life) -> tuple[int, int]:
         """Positions that the row really computed; its accepted drafts become ids first."""
+        if life.failed:
+            return life.computed, min(row.start + row.num_tokens, life.ids_len)
         for token in out.tokens[: out.num_accepted]:
             life.append(token)
         start = life.computed
-        end = start + row.num_tokens - (row.num_drafts - out.num_accepted if out.error is None else row.num_drafts)
+        end = start + row.num_tokens - (row.num_drafts - out.num_accepted)
         if end > life.ids_len:
             self._violation(plan, f"rid {row.rid} computes position {end - 1}, only {life.ids_len} ids exist")
             end = life.ids_len
@@ -225,15 +231,14 @@ class Replayer:
         return start, end
 
     def _finish_row(self, plan: StepPlan, row: Row, out: RowResult, life: _Life, end: int) -> None:
-        if out.error is None:
-            life.planned -= row.num_drafts - out.num_accepted
+        life.planned -= row.num_drafts - out.num_accepted
         if row.samples and end != life.ids_len:
             self._violation(plan, f"rid {row.rid} samples after position {end - 1}, its last id is at {life.ids_len - 1}")
         life.computed = end
         for token in out.tokens[out.num_accepted :]:
             life.append(token)
 
-    def _write(self, plan: StepPlan, life: _Life, start: int, end: int, failed: bool) -> None:
+    def _write(self, plan: StepPlan, life: _Life, start: int, end: int) -> None:
         size = self._size
         for group, table in enumerate(life.tables):
             tags, writes = self._tags[group], self._writes[group]
@@ -242,7 +247,7 @@ class Replayer:
                 if block == NO_BLOCK:
                     self._violation(plan, f"rid {life.rid} group {group} has no block for position {position}")
                     continue
-                tags[block * size + position % size] = POISONED if failed else life.tags[position]
+                tags[block * size + position % size] = POISONED if life.failed else life.tags[position]
                 writes[block] += 1
 
     def _read(self, plan: StepPlan, life: _Life, start: int, end: int) -> None:
