@@ -197,7 +197,7 @@ class Planner:
         if chunk == 0:
             return
         kv = self._kv
-        kv.slide(request, start)
+        kv.slide(request, request.num_done)
         new_blocks = kv.grow(request, start + chunk)
         if new_blocks is None:
             chunk = self._shrunk(request, chunk)
@@ -321,6 +321,10 @@ class Planner:
     def _grow(self, request: Request, end: int, build: _Build) -> NewBlocks | None:
         """Blocks for positions below `end`, if need be from requests of lower rank; None: not in this step."""
         kv = self._kv
+        kv.slide(request, request.num_done)  # what plans in flight write is not in the tree yet: keep it until then, if there is room
+        new_blocks = kv.grow(request, end)
+        if new_blocks is not None:
+            return new_blocks
         kv.slide(request, request.num_computed - request.num_inflight_drafts)
         while True:
             new_blocks = kv.grow(request, end)
