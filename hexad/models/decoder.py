@@ -7,6 +7,7 @@ import torch
 from hexad.models.inputs import ForwardInputs
 from hexad.models.layers.attention import Attention
 from hexad.models.layers.context import BuildContext
+from hexad.models.layers.fused import FusedLayer, fuse
 from hexad.models.layers.mlp import MLP
 from hexad.models.layers.rope import rope_table
 from hexad.operators.args import NormArgs
@@ -24,6 +25,7 @@ class DecoderLayer:
         self.attention = Attention(context, index, cos_sin)
         self.post_attention_norm = context.vector(context.layer_name(index, family.post_attention_norm), spec.hidden)
         self.mlp = MLP(context, index)
+        self.fused = fuse(self.attention, self.mlp, self.input_norm, self.post_attention_norm, spec.norm_eps)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, kv: KVPages
@@ -50,18 +52,29 @@ class DecoderModel:
         self.weight_bytes = context.weight_bytes + cos_sin.nbytes
         self._group_of_layer = _group_of_layer(context)
         self._following_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
+        fused = [layer.fused for layer in self.layers if layer.fused is not None]
+        self._fused = fused if len(fused) == len(self.layers) else None
 
     def forward(self, inputs: ForwardInputs, kv_layers: list[KVPages]) -> torch.Tensor:
         """Compute one step's tokens: hidden states after the final norm [T, H]. Writes their keys and values to `kv_layers`."""
         residual = self.embedding.apply(inputs.token_ids)  # [T, H]
         if self.spec.embedding_scale != 1.0:
             residual = residual * self.spec.embedding_scale
+        if self._fused is not None:
+            return self._forward_fused(self._fused, residual, inputs, kv_layers)
         x: torch.Tensor = self.norm(residual, self.layers[0].input_norm)
         positions, groups, add_norm = inputs.positions, inputs.attention, self.add_norm
         for layer, group, following, kv in zip(self.layers, self._group_of_layer, self._following_norms, kv_layers, strict=True):
             x, residual = layer(x, residual, positions, groups[group], kv)
             x, residual = add_norm(x, residual, following)
         return x
+
+    def _forward_fused(self, layers: list[FusedLayer], h: torch.Tensor, inputs: ForwardInputs, kv_layers: list[KVPages]) -> torch.Tensor:
+        positions, groups = inputs.positions, inputs.attention
+        for layer, group, kv in zip(layers, self._group_of_layer, kv_layers, strict=True):
+            h = layer(h, positions, groups[group], kv)
+        normed: torch.Tensor = self.norm(h, self.final_norm)
+        return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, H] -> logits [R, vocab] float32."""

@@ -26,9 +26,13 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, kv: KVPages) -> torch.Tensor:
         """x [T, H] -> [T, H]."""
-        qkv = self.qkv.apply(x)  # [T, (Hq + 2 Hkv) * D]
+        return self.out.apply(self.attend(self.qkv.apply(x), positions, batch, kv))
+
+    def attend(self, qkv: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, kv: KVPages) -> torch.Tensor:
+        """qkv [T, (Hq + 2 Hkv) * D] -> [T, Hq * D], before the output projection."""
         q = self.rope_kv_write(qkv, positions, self.cos_sin, batch.slots, kv, self.q_norm, self.k_norm)
-        return self.out.apply(self.paged_attention(q, kv, batch))
+        mixed: torch.Tensor = self.paged_attention(q, kv, batch)
+        return mixed
 
 
 def _rope_args(context: BuildContext) -> RopeKVArgs:

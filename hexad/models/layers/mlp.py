@@ -14,6 +14,7 @@ class MLP:
     def __init__(self, context: BuildContext, index: int) -> None:
         spec, family, hidden = context.spec.mlp, context.family, context.spec.hidden
         width = spec.intermediate
+        self.gated, self.activation = spec.gated, spec.activation
         names = tuple(context.layer_name(index, name) for name in family.gate_up)
         self.gate_up = context.linear(names, 2 * width if spec.gated else width, hidden, bias=spec.bias)
         self.down = context.linear((context.layer_name(index, family.down),), hidden, width, bias=spec.bias)

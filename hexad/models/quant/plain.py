@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hexad.common.errors import WeightsError
 from hexad.operators.args import EmbeddingArgs, LinearArgs
-from hexad.operators.registry import registry
+from hexad.operators.fused import FusedLinearArgs
+from hexad.operators.registry import Kernel, registry
 
 if TYPE_CHECKING:
     from hexad.models.loader import WeightHandle
@@ -18,13 +19,34 @@ Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
 class PlainLinear:
-    """x W^T + b through the operator `linear`."""
+    """x W^T + b through the operator `linear`, and through its composites where a provider other than the reference has them."""
 
-    def __init__(self, apply: Apply, out_features: int, in_features: int, nbytes: int) -> None:
+    def __init__(self, apply: Apply, args: LinearArgs, prepared: Any, nbytes: int, prefer: Mapping[str, str] | None) -> None:
         self.apply = apply
-        self.out_features = out_features
-        self.in_features = in_features
+        self.out_features = args.out_features
+        self.in_features = args.in_features
         self.nbytes = nbytes
+        self._args = args
+        self._prepared = prepared
+        self._prefer = prefer
+
+    def after_norm(self, norm_weight: torch.Tensor, eps: float, activation: str = "") -> Apply | None:
+        """linear(rms_norm(h)) as one operator, followed by the gated activation if one is named; None: no provider has it."""
+        call = self._composite("norm_gated_linear" if activation else "norm_linear", eps, activation)
+        prepared = self._prepared
+        return None if call is None else lambda h: call(h, norm_weight, prepared)
+
+    def adding(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+        """(x, residual) -> residual + linear(x), written into `residual`; None: no provider has it."""
+        call = self._composite("linear_add")
+        prepared = self._prepared
+        return None if call is None else lambda x, residual: call(x, residual, prepared)
+
+    def _composite(self, op: str, eps: float = 0.0, activation: str = "") -> Kernel | None:
+        plain = self._args
+        args = FusedLinearArgs(plain.in_features, plain.out_features, plain.bias, plain.dtype, plain.device_type, eps, activation)
+        chosen = next(candidate.provider for candidate in registry.explain(op, args, self._prefer) if candidate.chosen)
+        return None if chosen == "torch" else registry.bind(op, args, self._prefer).call
 
 
 class PlainEmbedding:
@@ -61,7 +83,7 @@ class PlainScheme:
         prepared = bound.prepare((weight, bias))
         kept = prepared[0] if isinstance(prepared, tuple) else None
         nbytes = 0 if shared is not None and kept is shared else weight.nbytes + (bias.nbytes if bias is not None else 0)
-        return PlainLinear(_apply(bound.call, prepared), out_features, in_features, nbytes)
+        return PlainLinear(_apply(bound.call, prepared), args, prepared, nbytes, self._prefer)
 
     def embedding(self, weight: WeightHandle, *, dtype: torch.dtype, device: torch.device) -> PlainEmbedding:
         table = stack_rows([weight], dtype, device)

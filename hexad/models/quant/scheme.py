@@ -11,7 +11,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -28,6 +28,14 @@ class LinearMethod(Protocol):
     nbytes: int
 
     def apply(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def after_norm(self, norm_weight: torch.Tensor, eps: float, activation: str = "") -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """h -> apply(rms_norm(h)), then the gated activation if one is named, as one operator; None: this format has none."""
+        ...
+
+    def adding(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+        """(x, residual) -> residual + apply(x), written into `residual`; None: this format has none."""
+        ...
 
 
 class EmbeddingMethod(Protocol):
