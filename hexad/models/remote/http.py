@@ -24,6 +24,7 @@ from hexad.models.formats.safetensors import INDEX_NAME
 from hexad.models.remote.cache import COPY_BYTES, CachedFile, Manifest, Progress, hash_file
 
 ATTEMPTS = 5
+BACKOFF_S = 0.2  # before the second attempt; doubles
 TIMEOUT_S = 30.0
 _OPTIONAL = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
@@ -106,7 +107,7 @@ def _fetch(address: str, folder: Path, name: str, progress: Progress) -> CachedF
                 raise ModelError(
                     f"{address}: not reachable, or cut off {ATTEMPTS} times ({error}); what came is kept: running this again continues"
                 ) from None
-            time.sleep(min(2.0 ** (attempt - 1) * 0.2, 5.0))
+            time.sleep(BACKOFF_S * 2 ** (attempt - 1))
     part.with_suffix(".tag").unlink(missing_ok=True)
     digest = hash_file(part)
     part.rename(target)
