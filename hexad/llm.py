@@ -45,7 +45,8 @@ class LLM:
         self._core: CoreLoop = engine.core
         self._max_len = engine.welcome.max_len
         self._vocab_size = engine.welcome.vocab_size
-        self._eos_token_ids = engine.opened.spec.eos_token_ids
+        own_eos = self._tokenizer.eos_token_id
+        self._eos_token_ids = engine.opened.spec.eos_token_ids or ((own_eos,) if own_eos is not None else ())
         self._clock = SystemClock()
         self._ids = itertools.count()
 
