@@ -38,7 +38,8 @@ class Tokenizer:
         self.bos_token_id = built.bos_id
         self.eos_token_id = built.eos_id
         self.pad_token_id = built.pad_id
-        self.vocab_size: int = built.backend.get_vocab_size(with_added_tokens=True)
+        # Added tokens may leave a gap behind the others: ids are counted, not tokens.
+        self.vocab_size: int = max(built.backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in self._added), 0)
         self._bytes: list[bytes | None] | None = None
 
     @classmethod
