@@ -132,19 +132,18 @@ class TransformersScorer:
     """Hugging Face transformers in float32 on the CPU (or `device`): the reference implementation."""
 
     def __init__(self, path: Path, device: str = "cpu", dtype: str = "float32") -> None:
-        """Load the model; a GGUF file is dequantised.
+        """Load the model; the packed weights of a GGUF file are unpacked.
 
         Raises:
-            ConfigError: transformers is not installed.
+            ConfigError: transformers is not installed, or a GGUF file of a family that is not handed over to it here.
         """
         try:
             import torch
             from transformers import AutoModelForCausalLM
         except ImportError:
             raise ConfigError("the reference needs transformers: pip install transformers") from None
-        source = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-        folder = path.parent if source else path
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **source).to(device).eval()
+        model: Any = _from_gguf(path) if path.suffix == ".gguf" else AutoModelForCausalLM.from_pretrained(path)
+        self._model = model.to(device=device, dtype=getattr(torch, dtype)).eval()
         self._device = device
 
     def score(self, windows: Sequence[Sequence[int]]) -> list[Window]:
@@ -160,6 +159,40 @@ class TransformersScorer:
             pairs = zip(window[1:], own, tokens.tolist(), values.tolist(), strict=True)
             found.append([Position(token, logp, list(zip(ids_, lps, strict=True))) for token, logp, ids_, lps in pairs])
         return found
+
+
+def _from_gguf(path: Path) -> Any:
+    """A transformers model with a GGUF file's weights: their network, the package's unpacking."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from hexad.models.catalog import read_spec
+    from hexad.models.loader import open_weights
+
+    spec = read_spec(path)
+    if spec.family not in ("llama", "qwen2", "qwen3") or spec.rope is None or spec.rope.scaling != "none":
+        raise ConfigError(f"{path.name} ({spec.family}) has no transformers reference as GGUF: give --reference a saved run, or a folder")
+    config = AutoConfig.for_model(
+        spec.family,
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden,
+        intermediate_size=spec.mlp.intermediate,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.attention.heads,
+        num_key_value_heads=spec.attention.kv_heads,
+        head_dim=spec.attention.head_dim,
+        max_position_embeddings=spec.max_len,
+        rms_norm_eps=spec.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta},
+        tie_word_embeddings=spec.tied,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    store = open_weights(path, spec)
+    weights = {name: store.get(name).load(torch.float32) for name in store.names()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= ({"lm_head.weight"} if spec.tied else set()), (missing, unexpected)
+    model.tie_weights()
+    return model
 
 
 def save_run(path: Path, run: Saved) -> None:

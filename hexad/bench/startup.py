@@ -6,6 +6,7 @@ that the engine and its libraries write are pointed at a fresh folder; the model
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -52,10 +53,12 @@ def run_child(model: Path, options: dict[str, Any], environment: dict[str, str],
     run = subprocess.run(command, input=job, capture_output=True, text=True, env=environment, timeout=timeout_s)
     if run.returncode:
         raise HexadError(f"the engine did not start: {(run.stderr.strip().splitlines() or ['no message'])[-1]}")
-    moments = json.loads(run.stdout.strip().splitlines()[-1])
-    names = list(moments)
-    phases = {name: moments[name] - (moments[names[i - 1]] if i else start) for i, name in enumerate(names)}
-    return {"ready_s": moments["ready"] - start, "first_token_s": moments["first token"] - start, "phases_s": phases}
+    moments = [("process", start), *json.loads(run.stdout.strip().splitlines()[-1])]
+    ends = dict(moments)
+    phases: dict[str, float] = {}
+    for (name, begin), (_, end) in itertools.pairwise(moments):
+        phases[name] = phases.get(name, 0.0) + end - begin
+    return {"ready_s": ends["first token"] - start, "first_token_s": ends["end"] - start, "phases_s": phases}
 
 
 def weight_files(model: Path) -> list[Path]:
@@ -86,12 +89,12 @@ def drop_from_memory(files: Iterable[Path]) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def child(job: dict[str, Any]) -> dict[str, float]:
-    """Build, generate one token; the moment at which each phase ended."""
-    moments = {"python": time.time()}
+def child(job: dict[str, Any]) -> list[tuple[str, float]]:
+    """Build an engine, generate one token; the phases and the moment at which each began."""
+    moments = [("imports", time.time())]
 
-    def report(phase: str, _detail: str) -> None:  # a phase begins: the one before has ended
-        moments.setdefault(f"before {phase}", time.time())
+    def report(phase: str, _detail: str) -> None:
+        moments.append((phase, time.time()))
 
     from hexad import compose
     from hexad.common.params import SamplingParams
@@ -99,16 +102,16 @@ def child(job: dict[str, Any]) -> dict[str, float]:
     from hexad.llm import config_from_options
     from hexad.orchestration.messages import Submit
 
-    moments["imports"] = time.time()
+    report("compose", "")
     engine = compose.build(config_from_options({"model": job["model"], **job["options"]}), report)
-    moments["ready"] = time.time()
+    report("first token", "")
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     engine.core.submit(Submit(request_id="first", prompt=(TokenSegment(tuple(range(100, 116))),), params=params))
     while engine.core.has_work():
         for output in engine.core.step().get(b"", ()):
             if output.error:
                 raise HexadError(output.error)
-    moments["first token"] = time.time()
+    report("end", "")
     engine.core.close()
     return moments
 
