@@ -223,8 +223,10 @@ class FairPolicy:
         return min((tenant.served for tenant in self._tenants.values() if tenant.present), default=0.0)
 
     def _forget_absent(self) -> None:
-        """Drop accounts that would be lifted to the least counter anyway."""
-        if len(self._tenants) > MAX_ABSENT_TENANTS:
+        """Drop accounts that no longer matter: all when nobody is here, else those that would be lifted to the least counter anyway."""
+        if not self._num_waiting and not any(tenant.present for tenant in self._tenants.values()):
+            self._tenants.clear()
+        elif len(self._tenants) > MAX_ABSENT_TENANTS:
             least = self._least()
             self._tenants = {name: tenant for name, tenant in self._tenants.items() if tenant.present or tenant.served > least}
 
