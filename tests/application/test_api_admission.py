@@ -114,8 +114,10 @@ def test_access_records_have_sizes_and_no_text(caplog: pytest.LogCaptureFixture)
     with caplog.at_level("INFO", logger="hexad.access"), serving() as server:
         httpx.post(server.url + "/v1/completions", json={"prompt": "my secret", "max_tokens": 5}, headers={"x-request-id": "r1"})
         httpx.get(server.url + "/health")
+        httpx.post(server.url + "/v1/completions", json={"prompt": "x", "temperature": 9})
+        httpx.get(server.url + "/nowhere")
     records = [record for record in caplog.records if record.name == "hexad.access"]
-    assert len(records) == 1
+    assert [record.hexad_fields.get("error") for record in records] == [None, "invalid_value", "not_found"]
     fields = records[0].hexad_fields
     assert fields["request_id"] == "r1"
     assert (fields["prompt_tokens"], fields["completion_tokens"], fields["finish_reason"]) == (9, 5, "length")

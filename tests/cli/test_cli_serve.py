@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -226,6 +228,20 @@ def test_an_engine_that_dies_is_started_again(tiny: Path) -> None:
         assert server.end() == 0
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_tls(tiny: Path, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    with served(tiny, "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)) as server:
+        assert server.url.startswith("https://")
+        context = ssl.create_default_context(cafile=str(certificate))
+        assert httpx.get(server.url + "/health", verify=context).status_code == 200
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(server.url.replace("https", "http") + "/health")
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -236,6 +252,8 @@ def test_an_engine_that_dies_is_started_again(tiny: Path) -> None:
         (["--host", "203.0.113.7"], ["203.0.113.7", "--port"]),
         (["--api-key", "sha256:zz"], ["server.api_key"]),
         (["--ssl-certfile", "x.pem"], ["server.ssl_keyfile"]),
+        (["--ssl-certfile", "x.pem", "--ssl-keyfile", "y.pem"], ["x.pem", "y.pem"]),
+        (["--api-server-count", "2"], ["server.api_server_count"]),
         (["--tokenizer", "/nowhere"], ["/nowhere"]),
         (["--generation-config", "/nowhere"], ["/nowhere"]),
         (["--max-modl-len", "5"], ["--max-modl-len", "--max-model-len"]),

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -59,7 +58,6 @@ def build_app(state: ServerState) -> FastAPI:
         app.add_api_route(path, _endpoint(handler, state), methods=["POST"], response_class=Response, name=path, openapi_extra=body)
     app.add_exception_handler(HexadError, on_hexad_error)
     app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_exception_handler(RequestValidationError, on_hexad_error)
     server = state.config.server
     app.add_middleware(LimitBody, max_bytes=server.max_body_bytes)  # the one added last is outermost
     app.add_middleware(Authenticate, keys=Keys(server.api_key))

@@ -51,16 +51,22 @@ def from_http_exception(request: Request, error: HTTPException) -> HexadError:
     return RequestError(f"{what}: {error.detail}")
 
 
+def noted(error: HexadError, scope: Scope) -> HexadError:
+    """`error`, its code written into the access record."""
+    scope["state"]["record"]["error"] = error.code
+    return error
+
+
 async def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = error_response(from_http_exception(request, error))
+    response = error_response(noted(from_http_exception(request, error), request.scope))
     for name, value in (error.headers or {}).items():
         response.headers[name] = value
     return response
 
 
-async def on_hexad_error(_request: Request, error: Exception) -> Response:
-    return error_response(as_hexad_error(error))
+async def on_hexad_error(request: Request, error: Exception) -> Response:
+    return error_response(noted(as_hexad_error(error), request.scope))
 
 
 class CatchErrors:
@@ -83,7 +89,7 @@ class CatchErrors:
         try:
             await self.app(scope, receive, watch)
         except Exception as error:
-            failure = as_hexad_error(error)
+            failure = noted(as_hexad_error(error), scope)
             if started:
                 raise ConnectionError(failure.message) from None
             await error_response(failure)(scope, receive, send)

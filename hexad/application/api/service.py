@@ -13,12 +13,14 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
 import uvicorn
 
 from hexad.application.api.app import build_app
+from hexad.application.api.auth import Keys
 from hexad.application.api.startup import Opened
 from hexad.application.api.state import ServerState
 from hexad.common.config import HexadConfig, ServerConfig
@@ -147,13 +149,13 @@ def uvicorn_config(state: ServerState, server: ServerConfig) -> uvicorn.Config:
 
 
 def bind(server: ServerConfig) -> socket.socket:
-    """A bound socket that does not listen yet: a taken port is known before the model is loaded.
+    """A bound socket that does not listen yet. What is wrong on the HTTP side is known before the model is loaded.
 
     Raises:
-        StartupError: the address cannot be had.
+        StartupError: the address cannot be had, or a key or certificate is no good.
     """
-    if bool(server.ssl_certfile) != bool(server.ssl_keyfile):
-        raise ConfigError("server.ssl_certfile and server.ssl_keyfile belong together: give both")
+    Keys(server.api_key)
+    _check_certificate(server)
     if server.api_server_count != 1:
         raise ConfigError(f"server.api_server_count = {server.api_server_count}: this build runs one API process, use 1")
     try:
@@ -170,6 +172,17 @@ def bind(server: ServerConfig) -> socket.socket:
             f"cannot listen on {server.host} port {server.port} ({error.strerror}): use another --port, 0 picks one"
         ) from None
     return sock
+
+
+def _check_certificate(server: ServerConfig) -> None:
+    if bool(server.ssl_certfile) != bool(server.ssl_keyfile):
+        raise ConfigError("server.ssl_certfile and server.ssl_keyfile belong together: give both")
+    if server.ssl_certfile:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.ssl_certfile, server.ssl_keyfile)
+        except OSError as error:
+            what = f"{server.ssl_certfile!r} with server.ssl_keyfile = {server.ssl_keyfile!r}"
+            raise ConfigError(f"server.ssl_certfile = {what}: {error.strerror or error}") from None
 
 
 def url_of(sock: socket.socket, server: ServerConfig) -> str:

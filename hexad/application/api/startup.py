@@ -72,19 +72,29 @@ async def open_server(
         StartupError: the model or the engine cannot be had; nothing is left behind.
     """
     files = await in_daemon_thread(lambda: sources.fetch(config.model.model, revision=config.model.revision, progress=on_fetch))
-    text_side = asyncio.ensure_future(in_daemon_thread(lambda: load_text(config, files)))
+    starting = asyncio.ensure_future(EngineClient.start(config, on_progress=on_progress))
+    reading = asyncio.ensure_future(in_daemon_thread(lambda: load_text(config, files)))
     try:
-        client = await EngineClient.start(config, on_progress=on_progress)
-        try:
-            text = await text_side
-        except BaseException:
-            await client.close(0.0)
-            raise
-    finally:
-        text_side.cancel()
+        await asyncio.wait({starting, reading}, return_when=asyncio.FIRST_EXCEPTION)
+        for task in (reading, starting):  # a mistake in the text files need not wait for the weights
+            if task.done():
+                task.result()
+        client, text = await starting, await reading
+    except BaseException:
+        await _abandon(starting, reading)
+        raise
     engine = SupervisedEngine(client, lambda: EngineClient.start(config))
     assert client.config is not None
     return Opened(_state(client.config, engine, text), engine, text, client.notes)
+
+
+async def _abandon(starting: asyncio.Future[EngineClient], reading: asyncio.Future[TextSide]) -> None:
+    """End what has been started."""
+    starting.cancel()
+    reading.cancel()
+    client, _ = await asyncio.gather(starting, reading, return_exceptions=True)
+    if isinstance(client, EngineClient):
+        await client.close(0.0)
 
 
 def load_text(config: HexadConfig, files: sources.ModelFiles) -> TextSide:
