@@ -47,6 +47,7 @@ def save_random(folder: Path, kind: str = "Llama", **config):
 
 def reference_greedy(model, prompt: list[int], count: int) -> list[int]:
     """`count` greedy tokens of a transformers model, end-of-sequence ignored."""
+    model.generation_config.eos_token_id = None
     with torch.no_grad():
         ids = torch.tensor([prompt])
         out = model.generate(
