@@ -62,8 +62,8 @@ class BatchState:
         self.max_num_seqs = max_num_seqs
         self.table_width = max_model_len + 1  # the token drawn at the last position is stored too
         self.block_size = block_size
-        max_blocks = -(-self.table_width // block_size)
-        self._tables = [np.full((max_num_seqs, max_blocks), NO_BLOCK, np.int32) for _ in range(num_groups)]
+        self.max_blocks = -(-self.table_width // block_size)
+        self._tables = [np.full((max_num_seqs, self.max_blocks), NO_BLOCK, np.int32) for _ in range(num_groups)]
         self._filled = [[0] * max_num_seqs for _ in range(num_groups)]
         self._slot_of: dict[int, int] = {}
         self._free = list(range(max_num_seqs - 1, -1, -1))

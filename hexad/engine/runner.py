@@ -19,6 +19,7 @@ import torch
 
 from hexad.engine.batch_state import BatchState, HostStep
 from hexad.engine.executor.seam import Masks
+from hexad.engine.graphs import Decoded, DecodeGraphs, StepFrame
 from hexad.engine.kv import KVStorage
 from hexad.engine.plan import KVLayout, RowResult, StepPlan, StepResult, TokenLogprobs
 from hexad.engine.prompt_logprobs import PromptScores, num_targets, score
@@ -36,6 +37,7 @@ class Step:
     host: HostStep
     device: DeviceStep | None = None
     hidden: torch.Tensor | None = None  # [S, H] of the rows that sample
+    decoded: Decoded | None = None  # a captured step was replayed: nothing else is set
     prompt_scores: list[PromptScores] = field(default_factory=list)
 
 
@@ -57,13 +59,24 @@ class StepOutput:
 class Runner:
     """Owns the model's state on one device: pages, token table, sampler."""
 
-    def __init__(self, model: Model, device: torch.device, *, max_num_seqs: int, max_model_len: int, vocab_size: int) -> None:
-        """`vocab_size`: ids that may be drawn (the tokenizer's; the model's rows beyond are padding)."""
+    def __init__(
+        self,
+        model: Model,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        vocab_size: int,
+        use_graphs: bool = False,
+    ) -> None:
+        """`vocab_size`: ids that may be drawn (the tokenizer's; the model's rows beyond are padding). `use_graphs`: replay decode steps
+        as CUDA graphs."""
         self.model = model
         self.device = device
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
+        self.use_graphs = use_graphs
         self.sampler: Sampler
         self.state: BatchState
         self.kv: KVStorage
@@ -73,9 +86,23 @@ class Runner:
         self.sampler = Sampler(self.vocab_size, self.model.spec.vocab_size, self.max_num_seqs, self.device)
         self.kv = KVStorage(layout, self.model.spec, kv_dtype, self.device)
         self.state = BatchState(self.max_num_seqs, self.max_model_len, layout.block_size, len(layout.groups))
-        table = torch.zeros(self.max_num_seqs, self.state.table_width, dtype=torch.int64, device=self.device)
-        self._token_table = table
-        self._flat_tokens = table.view(-1)
+        width = self.state.table_width
+        self._flat_tokens = torch.zeros(self.max_num_seqs * width + 1, dtype=torch.int64, device=self.device)  # the last cell is spare
+        self._token_table = self._flat_tokens[:-1].view(self.max_num_seqs, width)
+        self._graphs = DecodeGraphs(self._frame(layout), self.device) if self.use_graphs else None
+
+    def _frame(self, layout: KVLayout) -> StepFrame:
+        return StepFrame(
+            model=self.model,
+            kv_layers=self.kv.layers,
+            tokens=self._flat_tokens,
+            sampler=self.sampler,
+            table_width=self.state.table_width,
+            block_size=layout.block_size,
+            groups=len(layout.groups),
+            max_blocks=self.state.max_blocks,
+            max_model_len=self.max_model_len,
+        )
 
     def plan(self, plan: StepPlan) -> Step:
         """Host half of a step."""
@@ -88,6 +115,9 @@ class Runner:
         self._update(host)
         if not host.rows:
             return
+        if self._graphs is not None and self._graphs.serves(host) and not any(row.masked for row in host.rows):
+            step.decoded = self._graphs.run(host, greedy=self.sampler.is_plain(host.sampled_slots))
+            return
         device = step.device = to_device(host, self.state.table_width, self.state.block_size, self.device)
         inputs = ForwardInputs(self._flat_tokens.index_select(0, device.token_index), device.positions, device.attention)
         hidden = self.model.forward(inputs, self.kv.layers)
@@ -99,15 +129,22 @@ class Runner:
     @torch.inference_mode()
     def sample(self, step: Step, masks: Masks | None = None) -> StepOutput:
         """Draw a token for each row that samples and store it in the token table."""
+        decoded = step.decoded
+        if decoded is not None:
+            if decoded.sampled is not None:
+                return StepOutput(step.host, decoded.sampled, step.prompt_scores)
+            return self._draw(step, decoded.logits, decoded.positions + 1, decoded.drawn_index, masks)
         if step.hidden is None or step.device is None:
             return StepOutput(step.host, None, step.prompt_scores)
         logits = self.model.logits(step.hidden)
         step.hidden = None
-        drawn_at = step.device.drawn_positions
-        slots = step.host.sampled_slots
-        sampled = self.sampler(logits, slots, drawn_at, self._token_table, drawn_at, masks, step.host.max_seq_len)
-        self._flat_tokens.index_copy_(0, step.device.drawn_index, sampled.token_ids)
-        return StepOutput(step.host, sampled, step.prompt_scores)
+        return self._draw(step, logits, step.device.drawn_positions, step.device.drawn_index, masks)
+
+    def _draw(self, step: Step, logits: torch.Tensor, drawn_at: torch.Tensor, drawn_index: torch.Tensor, masks: Masks | None) -> StepOutput:
+        host = step.host
+        sampled = self.sampler(logits, host.sampled_slots, drawn_at, self._token_table, drawn_at, masks, host.max_seq_len)
+        self._flat_tokens.index_copy_(0, drawn_index, sampled.token_ids)
+        return StepOutput(host, sampled, step.prompt_scores)
 
     def result(self, output: StepOutput, busy_s: float) -> StepResult:
         """The step's result from host tensors. Any thread."""

@@ -32,8 +32,8 @@ class Model(Protocol):
         """One step's tokens -> hidden states [T, H]; writes their keys and values (one `KVPages` per layer, in layer order)."""
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, H] -> [R, vocab] float32."""
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [R, H] -> [R, vocab] float32, in `out` if it is given."""
         ...
 
 

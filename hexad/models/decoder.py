@@ -76,11 +76,12 @@ class DecoderModel:
         normed: torch.Tensor = self.norm(h, self.final_norm)
         return normed
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, H] -> logits [R, vocab] float32."""
-        logits = self.head.apply(hidden).float()
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [R, H] -> logits [R, vocab] float32, in `out` if it is given."""
+        logits = self.head.apply(hidden)
+        logits = logits.float() if out is None else out.copy_(logits)
         softcap = self.spec.final_softcap
-        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _positions_table(context: BuildContext, max_len: int) -> torch.Tensor:

@@ -90,6 +90,7 @@ class LocalExecutor:
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
+            use_graphs=self.device.type == "cuda" and not self.config.device.enforce_eager,
         )
         self._weight_bytes = model.weight_bytes
         return LoadReport(

@@ -49,6 +49,11 @@ class Sampled:
         """[R] bool: NaN, or no finite logit; that request alone must fail."""
         return self.codes != 0
 
+    def first(self, rows: int) -> Sampled:
+        """The first `rows` of a result without log-probabilities."""
+        assert self.logprobs is None
+        return Sampled(self.token_ids[:rows], self.codes[:rows], None, (), ())
+
     def to_cpu(self) -> Sampled:
         """Start the copy to the host. From CUDA it is asynchronous: wait for an event recorded after this call before reading."""
         logprobs = None if self.logprobs is None else LogprobTensors(*(_copy_out(t) for t in self.logprobs))
@@ -136,6 +141,16 @@ class Sampler:
             logprobs = gather_in_blocks(live.logits, index, best, token_ids, max(batch.tops), self._group_rows)
         return Sampled(token_ids, codes, logprobs, batch.logprob_rows, batch.tops)
 
+    def is_plain(self, slots: Sequence[int], masks: Masks | None = None) -> bool:
+        """True when every row just takes its best token: `take_best` then does all that a call would."""
+        batch = self._batch(tuple(slots), masks)
+        return batch.edited_rows is None and not batch.groups and batch.logprob_index is None
+
+    def take_best(self, logits: Tensor) -> Sampled:
+        """The best token of each row of `logits`. Reads nothing but its argument, so that it can be captured in a graph."""
+        best, token_ids = logits[:, : self.vocab_size].to(torch.float32).max(dim=-1)
+        return Sampled(token_ids, _codes(best), None, (), ())
+
     def probabilities(
         self,
         logits: Tensor,
@@ -174,7 +189,7 @@ class Sampler:
         """Apply all edits; find the best token of each row, and the rows that cannot be served."""
         live = logits[:, : self.vocab_size].to(torch.float32)
         best, token_ids = live.max(dim=-1)
-        codes = torch.logical_not(best.isfinite()).to(torch.uint8) * NOT_FINITE
+        codes = _codes(best)
         if batch.edited_rows is None:
             return _Live(live, best, token_ids, codes)
         width = token_table.shape[1] if max_length is None else min(max_length, token_table.shape[1])
@@ -248,6 +263,10 @@ class _Live:
 def _rows(logits: Tensor, rows: Tensor) -> Tensor:
     """The named rows; all of them (rows are distinct and ascending) without a copy."""
     return logits if rows.shape[0] == logits.shape[0] else logits[rows]
+
+
+def _codes(best: Tensor) -> Tensor:
+    return torch.logical_not(best.isfinite()).to(torch.uint8) * NOT_FINITE
 
 
 def _copy_out(tensor: Tensor) -> Tensor:
