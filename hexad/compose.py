@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +55,13 @@ FAKE_SPEC = ModelSpec(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenedModel:
     """A model's files and what they say, before any weight is read."""
 
     path: Path | None  # folder or file; None: the fake model, which has none
     spec: ModelSpec
+    _tokenizers: dict[str | None, Tokenizer] = field(default_factory=dict, init=False, repr=False)  # by configured override
 
     def text(self, config: HexadConfig) -> tuple[Tokenizer, ChatTemplate | None]:
         """Its tokenizer and chat template, or those that the configuration names instead.
@@ -69,12 +70,29 @@ class OpenedModel:
             ModelError: there is no tokenizer, or one that is not understood.
         """
         from hexad.models.template import ChatTemplate
+
+        tokenizer = self._tokenizer(config.model.tokenizer)
+        assert self.path is not None
+        return tokenizer, ChatTemplate.from_files(self.path, config.model.chat_template)
+
+    def num_token_ids(self, config: HexadConfig) -> int:
+        """Ids that may be drawn: what the tokenizer knows. The network can have more rows, which are padding; without a tokenizer, all."""
+        if self.path is None:
+            return self.spec.vocab_size
+        try:
+            return min(self._tokenizer(config.model.tokenizer).vocab_size, self.spec.vocab_size)
+        except ModelError as error:
+            log.info("no tokenizer (%s): every row of the head counts as a token", error.message)
+            return self.spec.vocab_size
+
+    def _tokenizer(self, override: str | None) -> Tokenizer:
         from hexad.models.tokenizer import Tokenizer
 
         if self.path is None:
             raise ModelError(f"model {FAKE_MODEL!r} has no tokenizer: name a real model to get text")
-        tokenizer = Tokenizer.from_files(self.path, config.model.tokenizer)
-        return tokenizer, ChatTemplate.from_files(self.path, config.model.chat_template)
+        if override not in self._tokenizers:
+            self._tokenizers[override] = Tokenizer.from_files(self.path, override)
+        return self._tokenizers[override]
 
     def sampling_defaults(self, config: HexadConfig) -> dict[str, Any]:
         """What the model's author recommends, by field of `SamplingParams`.
@@ -139,7 +157,8 @@ def build(config: HexadConfig, report: Report = lambda phase, detail: None, *, o
     report("import", "")
     machine = _visible(read_machine())
     config, decisions = resolve(config, opened.spec, machine)
-    executor = _executor(config, opened)
+    num_token_ids = opened.num_token_ids(config)
+    executor = _executor(config, opened, num_token_ids)
     try:
         report("read", config.device.device)
         loaded = executor.load()
@@ -157,23 +176,23 @@ def build(config: HexadConfig, report: Report = lambda phase, detail: None, *, o
         executor,
         Scheduler(_settings(config, executor.depth), layout, SystemClock()),
         SystemClock(),
-        vocab_size=opened.spec.vocab_size,
+        vocab_size=num_token_ids,
         async_scheduling=config.scheduler.async_scheduling,
         observers=(StepMetrics(), *observers),
     )
-    return Engine(core, _welcome(config, opened.spec, loaded, layout, budget.page_bytes), config, notes, loaded, opened)
+    return Engine(core, _welcome(config, opened.spec, num_token_ids, loaded, layout, budget.page_bytes), config, notes, loaded, opened)
 
 
-def _executor(config: HexadConfig, opened: OpenedModel) -> Executor:
+def _executor(config: HexadConfig, opened: OpenedModel, num_token_ids: int) -> Executor:
     if config.device.device.startswith("fake"):
-        return _fake_executor(config, opened.spec)
+        return _fake_executor(config, opened.spec, num_token_ids)
     from hexad.engine.executor.local import LocalExecutor
 
     assert opened.path is not None
-    return LocalExecutor(config, opened.spec, opened.path)
+    return LocalExecutor(config, opened.spec, opened.path, vocab_size=num_token_ids)
 
 
-def _fake_executor(config: HexadConfig, spec: ModelSpec) -> Executor:
+def _fake_executor(config: HexadConfig, spec: ModelSpec, num_token_ids: int) -> Executor:
     """Made-up tokens at a settable speed: "fake" is instant, "fake:0.02" takes 20 ms a step."""
     from hexad.engine.executor.fake import FakeExecutor, FakeScript, FakeSpeed
 
@@ -182,7 +201,7 @@ def _fake_executor(config: HexadConfig, spec: ModelSpec) -> Executor:
     page_bytes = block_size * spec.kv_bytes_per_token(config.cache.kv_cache_dtype)
     available = min(memory, MAX_FAKE_PAGES * page_bytes)
     return FakeExecutor(
-        script=FakeScript(vocab_size=spec.vocab_size),
+        script=FakeScript(vocab_size=num_token_ids),
         speed=FakeSpeed(step_s=float(config.device.device.partition(":")[2] or 0)),
         check_kv="off",
         budget=KVBudget(
@@ -224,7 +243,7 @@ def _settings(config: HexadConfig, depth: int) -> SchedulerSettings:
     ).check()
 
 
-def _welcome(config: HexadConfig, spec: ModelSpec, loaded: LoadReport, layout: KVLayout, page_bytes: int) -> Welcome:
+def _welcome(config: HexadConfig, spec: ModelSpec, num_token_ids: int, loaded: LoadReport, layout: KVLayout, page_bytes: int) -> Welcome:
     assert config.model.max_model_len is not None
     return Welcome(
         protocol=PROTOCOL_VERSION,
@@ -233,7 +252,7 @@ def _welcome(config: HexadConfig, spec: ModelSpec, loaded: LoadReport, layout: K
         model=spec.name,
         max_len=config.model.max_model_len,
         max_request_blocks_tokens=longest_sequence(layout.num_blocks, layout.groups, layout.block_size, 2**40),
-        vocab_size=spec.vocab_size,
+        vocab_size=num_token_ids,
         device=loaded.device,
         dtype=loaded.dtype,
         kv_bytes=layout.num_blocks * page_bytes,
@@ -242,7 +261,9 @@ def _welcome(config: HexadConfig, spec: ModelSpec, loaded: LoadReport, layout: K
     )
 
 
-def _serve() -> int:
+def serve() -> int:
+    """Be an engine process (see `orchestration/process.py`); returns the exit code."""
+
     def build_engine(config: HexadConfig, report: Report) -> Built:
         engine = build(config, report)
         return Built(engine.core, engine.welcome, engine.config, engine.notes)
@@ -251,4 +272,4 @@ def _serve() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_serve())
+    sys.exit(serve())
