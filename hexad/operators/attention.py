@@ -133,11 +133,11 @@ def paged_attention_reference(args: AttentionArgs) -> Kernel:
         if pieces is None:
             pieces = batch.scratch[key] = plan_pieces(batch, args.window)
         if len(pieces) == 1 and pieces[0].token_index is None:
-            return attend(args, pieces[0], q.contiguous(), kv)
+            return attend(args, pieces[0], q, kv)
         out = torch.zeros(q.shape[0], args.heads * args.head_dim, dtype=q.dtype, device=q.device)
         for piece in pieces:
             if piece.token_index is None:
-                return attend(args, piece, q.contiguous(), kv)
+                return attend(args, piece, q, kv)
             out.index_copy_(0, piece.token_index, attend(args, piece, q.index_select(0, piece.token_index), kv))
         return out
 
