@@ -25,7 +25,8 @@ class DecoderLayer:
         self.attention = Attention(context, index, cos_sin)
         self.post_attention_norm = context.vector(context.layer_name(index, family.post_attention_norm), spec.hidden)
         self.mlp = MLP(context, index)
-        self.fused = fuse(self.attention, self.mlp, self.input_norm, self.post_attention_norm, spec.norm_eps)
+        rms_norm = context.bind("rms_norm", norm).call
+        self.fused = fuse(rms_norm, self.attention, self.mlp, self.input_norm, self.post_attention_norm)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, kv: KVPages

@@ -1,7 +1,7 @@
-"""A decoder layer over composite operators: norms go into the products after them, sums into the products before them.
+"""A decoder layer over composite operators: sums and the gated activation go into the products before them.
 
-The hidden state h is updated in place; five to seven launches a layer instead of nine. `fuse` answers None where a number format or a
-provider lacks a composite: the plain layer serves then.
+The hidden state h is updated in place. `fuse` answers None where a number format or a provider lacks a composite: the plain layer serves
+then.
 """
 
 from __future__ import annotations
@@ -21,28 +21,35 @@ Add = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """norm_linear, rope_kv_write, paged_attention, linear_add, norm_gated_linear, linear_add."""
+    """rms_norm, linear, rope_kv_write, paged_attention, linear_add; rms_norm, gated_linear, linear_add."""
 
-    qkv: Map
+    norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    input_norm: torch.Tensor
     attention: Attention
     attention_out: Add
+    post_attention_norm: torch.Tensor
     gate_up: Map
     down: Add
 
     def __call__(self, h: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, kv: KVPages) -> torch.Tensor:
         """h [T, H] -> h, updated in place."""
-        h = self.attention_out(self.attention.attend(self.qkv(h), positions, batch, kv), h)
-        return self.down(self.gate_up(h), h)
+        attention, norm = self.attention, self.norm
+        qkv = attention.qkv.apply(norm(h, self.input_norm))
+        h = self.attention_out(attention.attend(qkv, positions, batch, kv), h)
+        return self.down(self.gate_up(norm(h, self.post_attention_norm)), h)
 
 
-def fuse(attention: Attention, mlp: MLP, input_norm: torch.Tensor, post_attention_norm: torch.Tensor, eps: float) -> FusedLayer | None:
+def fuse(
+    norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    attention: Attention,
+    mlp: MLP,
+    input_norm: torch.Tensor,
+    post_attention_norm: torch.Tensor,
+) -> FusedLayer | None:
     """The fused form of a pre-norm layer, or None."""
     if not mlp.gated:
         return None
-    qkv = attention.qkv.after_norm(input_norm, eps)
-    attention_out = attention.out.adding()
-    gate_up = mlp.gate_up.after_norm(post_attention_norm, eps, mlp.activation)
-    down = mlp.down.adding()
-    if qkv is None or attention_out is None or gate_up is None or down is None:
+    attention_out, gate_up, down = attention.out.adding(), mlp.gate_up.gated(mlp.activation), mlp.down.adding()
+    if attention_out is None or gate_up is None or down is None:
         return None
-    return FusedLayer(qkv, attention, attention_out, gate_up, down)
+    return FusedLayer(norm, input_norm, attention, attention_out, post_attention_norm, gate_up, down)

@@ -30,11 +30,11 @@ class PlainLinear:
         self._prepared = prepared
         self._prefer = prefer
 
-    def after_norm(self, norm_weight: torch.Tensor, eps: float, activation: str = "") -> Apply | None:
-        """linear(rms_norm(h)) as one operator, followed by the gated activation if one is named; None: no provider has it."""
-        call = self._composite("norm_gated_linear" if activation else "norm_linear", eps, activation)
+    def gated(self, activation: str) -> Apply | None:
+        """gated_act(linear(x)) as one operator; None: no provider has it."""
+        call = self._composite("gated_linear", activation)
         prepared = self._prepared
-        return None if call is None else lambda h: call(h, norm_weight, prepared)
+        return None if call is None else lambda x: call(x, prepared)
 
     def adding(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
         """(x, residual) -> residual + linear(x), written into `residual`; None: no provider has it."""
@@ -42,9 +42,9 @@ class PlainLinear:
         prepared = self._prepared
         return None if call is None else lambda x, residual: call(x, residual, prepared)
 
-    def _composite(self, op: str, eps: float = 0.0, activation: str = "") -> Kernel | None:
+    def _composite(self, op: str, activation: str = "") -> Kernel | None:
         plain = self._args
-        args = FusedLinearArgs(plain.in_features, plain.out_features, plain.bias, plain.dtype, plain.device_type, eps, activation)
+        args = FusedLinearArgs(plain.in_features, plain.out_features, plain.bias, plain.dtype, plain.device_type, activation=activation)
         chosen = next(candidate.provider for candidate in registry.explain(op, args, self._prefer) if candidate.chosen)
         return None if chosen == "torch" else registry.bind(op, args, self._prefer).call
 

@@ -29,8 +29,8 @@ class LinearMethod(Protocol):
 
     def apply(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def after_norm(self, norm_weight: torch.Tensor, eps: float, activation: str = "") -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """h -> apply(rms_norm(h)), then the gated activation if one is named, as one operator; None: this format has none."""
+    def gated(self, activation: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """x -> gated_act(apply(x)) as one operator (the gate's rows come first); None: this format has none."""
         ...
 
     def adding(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
