@@ -21,6 +21,7 @@ from hexad.orchestration.request import PREEMPTED, RUNNING, WAITING, Request
 from hexad.orchestration.settings import SchedulerSettings
 
 NO_NEW_BLOCKS: NewBlocks = ()
+RETRY_STEPS = 16  # a blocked prompt may by then need less: others have cached what it shares
 
 
 class _Build:
@@ -59,6 +60,7 @@ class Planner:
         self.preempt_hook: Callable[[int], bool] | None = None  # tests: preempt everything before step k
         self.on_admit: Callable[[Request], None] = lambda request: None
         self._forget: list[int] = []  # rids that the executor must drop
+        self._blocked = (-1, 0, 0)  # the head of the queue that found no blocks: its rid, the pages it needs, the step of the try
 
     # -- the plan
 
@@ -239,6 +241,8 @@ class Planner:
 
     def _admit(self, request: Request, build: _Build) -> bool:
         """Start the waiting request at the head of the queue if the blocks of its whole prompt can be had."""
+        if self._still_blocked(request):
+            return False
         total = len(request.ids)
         path: list[Node] = []
         if request.looks_up and not request.want_prompt_logprobs:
@@ -255,6 +259,14 @@ class Planner:
                 return False
         return self._start(request, path, chunk, build)
 
+    def _still_blocked(self, request: Request) -> bool:
+        """A long prompt at the head of the queue is not looked up at every step when the blocks it lacked have not come back."""
+        rid, needed, step = self._blocked
+        if rid != request.rid or not (self.running or self._in_flight) or self.next_step - step >= RETRY_STEPS:
+            return False
+        pool = self._kv.pool
+        return pool.num_free + pool.num_evictable < needed and self._policy.victim_for_blocks(request, self.running) is None
+
     def _make_room(self, request: Request, path: list[Node], build: _Build) -> bool:
         """Are there pages for the whole prompt and a little for those who run? A better priority may take them from a worse."""
         kv = self._kv
@@ -262,9 +274,10 @@ class Planner:
         total = len(request.ids)
         while True:
             reserve = min(len(self.running) * kv.num_groups, pool.num_blocks // 16)
-            available = pool.num_free + pool.num_evictable - kv.num_idle(path)
-            if kv.prompt_pages(total, len(path)) + reserve <= available:
+            needed = kv.prompt_pages(total, len(path)) + kv.num_idle(path) + reserve
+            if needed <= pool.num_free + pool.num_evictable:
                 return True
+            self._blocked = (request.rid, needed, self.next_step)
             victim = self._policy.victim_for_blocks(request, self.running)
             if victim is None or pool.num_deferred or not self._give_way(victim, build):
                 return False

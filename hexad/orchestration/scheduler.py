@@ -67,7 +67,7 @@ class Scheduler:
         for request in requests:
             self._requests[request.rid] = request
             if request.deadline_s is not None:
-                heapq.heappush(self._deadlines, (request.deadline_s, request.rid))
+                self._watch_deadline(request.deadline_s, request.rid)
             if request.status == HELD:
                 self._num_held += 1
         self._rids[name] = [request.rid for request in requests]
@@ -274,6 +274,13 @@ class Scheduler:
             assert request.siblings is not None and request in request.siblings.held
 
     # -- inside
+
+    def _watch_deadline(self, deadline_s: float, rid: int) -> None:
+        """Entries of ended requests stay in the heap until it has twice as many as there are requests."""
+        heapq.heappush(self._deadlines, (deadline_s, rid))
+        if len(self._deadlines) > 2 * len(self._requests) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._requests]
+            heapq.heapify(self._deadlines)
 
     def _enqueue(self, request: Request) -> None:
         request.status = WAITING

@@ -367,6 +367,39 @@ def test_full_blocks_of_the_prompt_are_held_once():
     driver.drain()
 
 
+def test_the_source_of_a_copy_is_not_reused_while_the_copy_is_in_flight():
+    """Choice 0 ends while the plan that copies its last block runs, without a row of its own in that plan."""
+    driver = Driver(layout(64), depth=2)
+    driver.submit(range(6), n=2, max_tokens=2)
+    while not any(plan.kv_moves for plan in driver.plans):
+        driver.step()
+    driver.collect()
+    for k in range(4):
+        driver.submit([k] * 6, max_tokens=1)
+    driver.drain()
+    move = next(plan for plan in driver.plans if plan.kv_moves)
+    assert all(row.rid != 0 for row in move.rows) and move.kv_moves[0].num_tokens == 1
+
+
+def test_a_blocked_prompt_is_tried_again_when_blocks_come_back():
+    driver = Driver(layout(16), max_num_batched_tokens=64)
+    driver.submit([1] * 30, max_tokens=20)
+    driver.step()
+    blocked = driver.submit([2] * 40, max_tokens=2)[0]
+    small = driver.submit([3], max_tokens=2)[0]
+    for _ in range(10):
+        driver.step()
+    assert driver.scheduler.get(blocked).queued_s is None and driver.scheduler.get(small).queued_s is None, "nobody passes the head"
+    driver.drain()
+
+
+def test_deadlines_of_ended_requests_do_not_pile_up():
+    driver = Driver(layout(16))
+    for _ in range(500):
+        driver.run([1], max_tokens=1, deadline_s=1e6)
+    assert len(driver.scheduler._deadlines) <= 70
+
+
 @pytest.mark.parametrize("how", ["abort", "fail", "deadline"])
 def test_choices_go_on_without_the_first(how):
     faults = (Fault(kind="nan", step=1, rid=0),) if how == "fail" else ()

@@ -28,7 +28,7 @@ class GroupRule(Protocol):
 
 
 class FullRule:
-    """Every earlier position is read ("full", and "latent", whose pages hold compressed vectors)."""
+    """Every earlier position is read."""
 
     windowed = False
 
@@ -76,7 +76,7 @@ class SlidingRule:
 
 
 def make_rule(spec: KVGroupSpec, block_size: int) -> GroupRule:
-    """The rule of a group. A "cross" group's positions are the encoder's, written once: it grows to them and is read in full."""
+    """The rule of a group. "latent" pages hold compressed vectors, "cross" pages what an encoder wrote once: both are read in full."""
     if spec.kind == "sliding":
         assert spec.window is not None, "a sliding group has a window"
         return SlidingRule(block_size, spec.window)

@@ -81,8 +81,8 @@ class BlockPool:
 
     def cache(self, page: int) -> None:
         """The tree becomes a holder of a page that a request holds."""
-        assert not self.cached[page], f"page {page} is in the tree already"
-        self.hold(page)
+        assert not self.cached[page] and self.refs[page], f"page {page} is in the tree already, or free"
+        self.refs[page] += 1
         self.cached[page] = 1
 
     def uncache(self, page: int) -> None:

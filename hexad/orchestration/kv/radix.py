@@ -104,8 +104,8 @@ class RadixTree:
                 pages[group] = page
                 self._node_of[page] = child
             node = child
-        if first < last:
-            self._prune(node)  # a small window may have passed all pages of the last block: the node returned is dead then
+        if not any(map(NO_BLOCK.__ne__, node.pages)):
+            self._prune(node)  # a small window has passed all pages of the last block: the node returned is dead then
         return node
 
     def idle(self, page: int) -> None:
