@@ -23,6 +23,7 @@ from hexad.bench.command import (
     NameOption,
     OutputOption,
     PrefixOption,
+    ProfileOption,
     QuietOption,
     RepeatsOption,
     RequestsOption,
@@ -92,6 +93,7 @@ def offline(
     served_model_name: NameOption = None,
     api_key: KeyOption = None,
     option: EngineOption = None,
+    profile: ProfileOption = None,
     seed: SeedOption = 0,
     calibration_s: CalibrationOption = 0.3,
     quiet: QuietOption = False,
@@ -100,7 +102,7 @@ def offline(
     scaling = {"requests": requests, "input_tokens": input_len, "output_tokens": output_len, "shared_prefix_tokens": prefix_len}
     run_loads(
         "offline", ["W1"], model, load, json_path, scaling=scaling,
-        target=_target(option, base_url, served_model_name, api_key),
+        target=_target(option, profile, base_url, served_model_name, api_key),
         options={"duration_s": duration_s, "seed": seed}, calibration_s=calibration_s, quiet=quiet,
     )  # fmt: skip
 
@@ -120,6 +122,7 @@ def latency(
     served_model_name: NameOption = None,
     api_key: KeyOption = None,
     option: EngineOption = None,
+    profile: ProfileOption = None,
     seed: SeedOption = 0,
     calibration_s: CalibrationOption = 0.3,
     quiet: QuietOption = False,
@@ -128,7 +131,7 @@ def latency(
     scaling = {"requests": requests, "input_tokens": input_len, "output_tokens": output_len, "batch": batch}
     run_loads(
         "latency", ["W2"], model, load, json_path, scaling=scaling,
-        target=_target(option, base_url, served_model_name, api_key),
+        target=_target(option, profile, base_url, served_model_name, api_key),
         options={"duration_s": duration_s, "seed": seed, "repeats": repeats}, calibration_s=calibration_s, quiet=quiet,
     )  # fmt: skip
 
@@ -148,14 +151,16 @@ def serve(
     base_url: UrlOption = None,
     served_model_name: NameOption = None,
     api_key: KeyOption = None,
+    spawn: Annotated[bool, typer.Option("--spawn", help="start `hexad serve` here, measure it, then the engine in this process")] = False,
     clients: Annotated[int | None, typer.Option(help="client processes (default: one for 128 streams)")] = None,
     extra_body: Annotated[str | None, typer.Option(help="JSON object merged into every request")] = None,
     option: EngineOption = None,
+    profile: ProfileOption = None,
     seed: SeedOption = 0,
     calibration_s: CalibrationOption = 0.3,
     quiet: QuietOption = False,
 ) -> None:
-    """A closed loop of streams (W9) against --base-url; without it, the same loop in this process, to see what HTTP costs."""
+    """A closed loop of streams (W9) against --base-url, against a server of its own (--spawn), or in this process (neither)."""
     scaling = {"requests": requests, "input_tokens": input_len, "output_tokens": output_len, "concurrency": concurrency}
 
     def options() -> dict[str, Any]:
@@ -163,7 +168,11 @@ def serve(
 
         return {"duration_s": duration_s, "seed": seed, "request_rate": request_rate, "slo": parse_slo(goodput or [])}
 
-    target = _target(option, base_url, served_model_name, api_key) | {"clients": clients, "extra_body": _json_object(extra_body)}
+    target = _target(option, profile, base_url, served_model_name, api_key) | {
+        "clients": clients,
+        "extra_body": _json_object(extra_body),
+        "spawn": spawn,
+    }
     run_loads(
         "serve", ["W9"], model, load, json_path, scaling=scaling, target=target, options=guarded(options),
         calibration_s=calibration_s, quiet=quiet,
@@ -214,8 +223,8 @@ def report(
     guarded(body)
 
 
-def _target(option: list[str] | None, base_url: str | None, name: str | None, key: str | None) -> dict[str, Any]:
-    return {"options": guarded(lambda: engine_options(option)), "base_url": base_url, "served_model_name": name, "api_key": key}
+def _target(option: list[str] | None, profile: str | None, base_url: str | None, name: str | None, key: str | None) -> dict[str, Any]:
+    return {"options": guarded(lambda: engine_options(option, profile)), "base_url": base_url, "served_model_name": name, "api_key": key}
 
 
 def _json_object(text: str | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from hexad.common.errors import ConfigError, HexadError
+from hexad.common.presets import find_preset
 
 ModelOption = Annotated[str, typer.Option("--model", help="folder, .gguf file, source, or shape such as llama-3.1-8b (dummy weights)")]
 LoadOption = Annotated[list[str] | None, typer.Option("--load", help="W1 to W9; may be repeated")]
@@ -25,6 +27,7 @@ UrlOption = Annotated[str | None, typer.Option("--base-url", help="an OpenAI-com
 NameOption = Annotated[str | None, typer.Option("--served-model-name", help="the model's name at the address")]
 KeyOption = Annotated[str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="key for the address")]
 EngineOption = Annotated[list[str] | None, typer.Option("-o", "--option", help="engine option as key=value, such as max_num_seqs=256")]
+ProfileOption = Annotated[str | None, typer.Option("--profile", help="chat, batch or agent: scheduler settings for it (printed)")]
 SeedOption = Annotated[int, typer.Option("--seed", help="of the random prompts")]
 CalibrationOption = Annotated[float, typer.Option("--calibration-s", help="seconds for each ceiling measured first; 0: none")]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="no progress")]
@@ -43,13 +46,18 @@ def guarded(action: Callable[[], Any]) -> Any:
         raise typer.Exit(getattr(error, "exit_code", 1)) from None
 
 
-def engine_options(items: list[str] | None) -> dict[str, Any]:
-    """["max_num_seqs=256", "dtype=bfloat16"] as a dict; values are read as JSON where they are JSON.
+def engine_options(items: list[str] | None, profile: str | None = None) -> dict[str, Any]:
+    """["max_num_seqs=256", "dtype=bfloat16"] as a dict, over the values of a profile; values are read as JSON where they are JSON.
 
     Raises:
-        ConfigError: not key=value.
+        ConfigError: not key=value, or no such profile.
     """
     found: dict[str, Any] = {}
+    if profile is not None:
+        preset = find_preset(profile)
+        for path, value in preset.values.items():
+            found[path.partition(".")[2]] = value
+            print(f"profile {profile}: {path} = {value}: {preset.reasons[path]}", file=sys.stderr)
     for item in items or []:
         key, separator, value = item.partition("=")
         if not separator:

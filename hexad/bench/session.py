@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 from hexad.bench import results
+from hexad.bench.compare import flatten
 from hexad.bench.faces import Face, Tick
 from hexad.bench.facts import read_facts
 from hexad.bench.floors import load_floor
@@ -23,11 +25,13 @@ from hexad.bench.planning import compare_with_result
 from hexad.bench.runs import Metrics, Options, Run, RunFailedError
 from hexad.bench.shapes import is_shape, resolve_model
 from hexad.common.errors import HexadError
+from hexad.hardware.machine import read_machine
 from hexad.hardware.registry import Device, Figure, match_device
 from hexad.hardware.roofline import impossible
 from hexad.hardware.telemetry import Telemetry
 from hexad.models.costs import ModelCosts, find_format
 
+Job = tuple[Load, dict[str, Any], Path | None]  # a load, its result so far, its file
 _UNQUANTISED = ("float32", "bfloat16", "float16")
 
 
@@ -42,6 +46,7 @@ class Target:
     api_key: str | None = None
     clients: int | None = None
     extra_body: dict[str, Any] = field(default_factory=dict)
+    spawn: bool = False  # start `hexad serve` with the same options, measure it, then the engine in this process
 
     def face(self, vocab_size: int) -> Face:
         """Build the engine, or look at the address."""
@@ -77,24 +82,49 @@ class Session:
             HexadError: the engine cannot be built, or a request failed.
         """
         spec, stored = read_facts(self.target.model)
-        calibration = self._calibrate()
-        on_gpu = bool(calibration and calibration["kind"] == "gpu")
+        self._costs, self._vocab_size = costs_of(spec, stored, self.target.options), spec.vocab_size
+        self._calibration = self._calibrate()
         made = []
-        with ExitStack() as stack:
-            telemetry = stack.enter_context(Telemetry(0 if on_gpu else None))
-            face = self.target.face(spec.vocab_size)
-            stack.callback(face.close)
-            costs = costs_of(spec, stored, self.target.options)
-            for load in loads:
-                result = results.new_result(self.kind, load, spec.name, costs.format.name)
-                result["calibration"], result["kv_dtype"] = calibration, costs.kv_dtype
-                result["duration_s"] = self.options.duration_s
-                one = path if path is None or len(loads) == 1 else path.with_name(f"{path.stem}-{load.name}{path.suffix or '.json'}")
-                self._measure(face, load, result, one, telemetry, costs)
-                made.append(result)
-        return made
+        for load in loads:
+            result = results.new_result(self.kind, load, spec.name, self._costs.format.name)
+            result["calibration"], result["kv_dtype"] = self._calibration, self._costs.kv_dtype
+            result["duration_s"] = self.options.duration_s
+            one = path if path is None or len(loads) == 1 else path.with_name(f"{path.stem}-{load.name}{path.suffix or '.json'}")
+            made.append((load, result, one))
+        if self.target.spawn:
+            self._run_both(made)
+        else:
+            self._run_one(self.target, made)
+        return [result for _, result, _ in made]
 
-    def _measure(self, face: Face, load: Load, result: dict[str, Any], path: Path | None, telemetry: Telemetry, costs: ModelCosts) -> None:
+    def _run_both(self, made: list[Job]) -> None:
+        """A server of our own, then the same loads in this process (one engine at a time); `in_process` and the ratio join the result."""
+        from hexad.bench.spawned import SpawnedServer
+
+        note("starting a server", self.quiet)
+        with SpawnedServer(resolve_model(self.target.model), self.target.options) as server:
+            self._run_one(replace(self.target, base_url=server.url, spawn=False), made, server.pid, last=False)
+        inside: list[Job] = [(load, {**result, "metrics": {}, "flags": []}, None) for load, result, _ in made]
+        note("the same in this process", self.quiet)
+        self._run_one(replace(self.target, spawn=False), inside)
+        for (_, result, path), (_, other, _) in zip(made, inside, strict=True):
+            result["in_process"] = other["metrics"]
+            http, direct = (flatten(side["metrics"].get("output_tok_s", {})) for side in (result, other))
+            result["metrics"]["http_share_of_in_process"] = {key: http[key] / direct[key] for key in http if direct.get(key)}
+            result["partial"] = False
+            results.save(result, path)
+
+    def _run_one(self, target: Target, made: list[Job], pid: int | None = None, *, last: bool = True) -> None:
+        """All loads on one face. `last`: nothing follows that could complete the results."""
+        with ExitStack() as stack:
+            gpu = 0 if self._calibration and self._calibration["kind"] == "gpu" else None
+            telemetry = stack.enter_context(Telemetry(gpu, pid=pid))
+            face = target.face(self._vocab_size)
+            stack.callback(face.close)
+            for load, result, path in made:
+                self._measure(face, load, result, path, telemetry, last=last)
+
+    def _measure(self, face: Face, load: Load, result: dict[str, Any], path: Path | None, telemetry: Telemetry, *, last: bool) -> None:
         def keep(metrics: Metrics) -> None:
             result["metrics"] = metrics
             self._describe(face, result, telemetry)
@@ -106,22 +136,23 @@ class Session:
                 keep(Run(face, load, self.options, progress.tick, keep).measure())
             except RunFailedError as error:
                 raise HexadError(str(error)) from None
-        result["partial"] = False
-        _judge(result, load, costs)
+        result["partial"] = not last
+        _judge(result, load, self._costs)
         flags = getattr(face, "flags", None)
         result["flags"] += flags() if flags else []
         results.save(result, path)
 
     def _describe(self, face: Face, result: dict[str, Any], telemetry: Telemetry) -> None:
-        info = face.info()
-        calibration = result["calibration"]
-        name = info.get("device") or (calibration or {}).get("device") or "unknown"
+        info, seen = face.info(), telemetry.summary()
         result["engine"] = info
-        result["device"] = {"name": (calibration or {}).get("device") or name, "telemetry": telemetry.summary()}
-        if result["metrics"] and info["face"] == "in process":
+        result["device"] = {"name": (self._calibration or {}).get("device") or _device_name(info), "telemetry": seen}
+        if not result["metrics"]:
+            return
+        if info["face"] == "in process":
             result["metrics"]["kv_footprint_bytes"] = info["kv_bytes"]
             result["metrics"]["weight_bytes"] = info["weight_bytes"]
-            result["metrics"]["peak_memory_bytes"] = _peak_memory(info["device"], telemetry.summary())
+        if info["face"] == "in process" or self.target.spawn:
+            result["metrics"]["peak_memory_bytes"] = seen.get("peak_gpu_bytes") or seen["peak_rss_bytes"]
 
     def _calibrate(self) -> dict[str, Any] | None:
         if not self.calibration_s or self.target.base_url is not None:
@@ -153,12 +184,15 @@ def costs_of(spec: Any, stored: Any, options: dict[str, Any]) -> ModelCosts:
     return ModelCosts(spec, form, options.get("kv_cache_dtype") or "auto")
 
 
-def _peak_memory(device: str, telemetry: dict[str, Any]) -> int:
-    if device.startswith("cuda"):
-        import torch
-
-        return int(telemetry.get("peak_gpu_bytes") or torch.cuda.max_memory_reserved())
-    return int(telemetry["peak_rss_bytes"])
+def _device_name(info: dict[str, Any]) -> str:
+    """What a result without calibration says of its device: the engine's word, this machine for a local address, else the host."""
+    if "device" in info:
+        return str(info["device"])
+    host = urlsplit(info["address"]).hostname or ""
+    if host not in ("localhost", "127.0.0.1", "::1"):
+        return host
+    machine = read_machine()
+    return machine.gpus[0].name if machine.gpus else machine.processor.name
 
 
 def calibrated_device(calibration: dict[str, Any]) -> Device:

@@ -50,6 +50,8 @@ def calibrate(device: str, seconds: float = 0.6) -> dict[str, Any]:
         reads = {str(n): cpu_read_bytes_s(n, seconds) for n in sorted({1, cores})}
         kinds = ["fp32", "bf16", "int8"]
     gemm = {kind: gemm_flops_s(torch.device(device), kind, seconds) for kind in kinds}
+    if on_gpu:
+        torch.cuda.empty_cache()  # an engine that is built next needs the room
     return {
         "device": torch.cuda.get_device_name() if on_gpu else read_machine().processor.name,
         "read_bytes_s": max(reads.values()),

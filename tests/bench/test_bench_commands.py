@@ -191,3 +191,50 @@ def test_mistakes_are_messages(args, message):
 def test_options_have_sane_defaults():
     assert Options().duration_s is None and Options().repeats == 3
     assert hexad.__version__ in json.dumps(results.versions())
+
+
+def test_spawn_measures_the_server_and_then_this_process(tmp_path, timed_server, monkeypatch):
+    from hexad.bench import spawned
+
+    server, path = timed_server(ttft_s=0.02, itl_s=0.002), tmp_path / "r.json"
+
+    class Stub:
+        def __init__(self, model, options):
+            self.url, self.pid = server.url, None
+            assert options == {"device": "fake"}
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+    monkeypatch.setattr(spawned, "SpawnedServer", Stub)
+    bench("serve", *FAKE, "--spawn", "--concurrency", "2", "--input-len", "8", "--output-len", "4", "--json", str(path))
+    result = json.loads(path.read_text())
+    assert result["partial"] is False and result["engine"]["face"] == "http"
+    assert result["in_process"]["output_tok_s"]["2"] > 0 and 0 < result["metrics"]["http_share_of_in_process"]["2"] < 1
+
+
+def test_spawned_server_says_why_it_did_not_start():
+    from hexad.bench.spawned import SpawnedServer, flags
+    from hexad.common.errors import HexadError
+
+    assert flags({"max_num_seqs": 4, "enforce_eager": True, "enable_prefix_caching": False, "dtype": None}) == [
+        "--max-num-seqs", "4", "--enforce-eager", "--no-enable-prefix-caching",
+    ]  # fmt: skip
+    with pytest.raises(HexadError, match=r"did not start.*nowhere"), SpawnedServer("nowhere-at-all/", {}):
+        pass
+
+
+def test_profiles_set_budgets_and_say_so(tmp_path):
+    from hexad.common.config import HexadConfig
+    from hexad.common.presets import PRESETS, find_preset
+
+    for preset in PRESETS.values():
+        assert set(preset.values) == set(preset.reasons)
+        HexadConfig().with_values(preset.values)  # every key and value is one that the configuration takes
+    options = engine_options(["max_num_batched_tokens=64"], "chat")
+    assert options["max_num_batched_tokens"] == 64 and options["max_prefill_tokens_per_step"] == 1024
+    with pytest.raises(ConfigError, match="chat"):
+        find_preset("chats")
