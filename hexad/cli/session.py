@@ -196,7 +196,7 @@ class _ServerThread(threading.Thread):
             self._ready.set()
 
     async def _main(self) -> None:
-        from hexad.application.api.service import Server, bind, url_of, uvicorn_config
+        from hexad.application.api.service import Server, bind, listen, url_of, uvicorn_config
         from hexad.application.api.startup import open_server
         from hexad.cli.progress import FetchBar
 
@@ -210,6 +210,7 @@ class _ServerThread(threading.Thread):
                 await asyncio.gather(starting, return_exceptions=True)
                 return
             opened = starting.result()
+            listen(sock, self._config.server)
             server = Server(uvicorn_config(opened.state, self._config.server))
             serving = asyncio.ensure_future(server.serve(sockets=[sock]))
             while not server.started:

@@ -277,3 +277,20 @@ def test_a_taken_port_is_known_before_the_model_loads(tiny: Path) -> None:
     assert done.returncode == 2
     assert port in done.stderr
     assert "read" not in done.stdout
+
+
+def test_a_port_that_is_taken_while_the_model_loads(tiny: Path) -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        port = str(other.getsockname()[1])
+        command = [sys.executable, "-m", "hexad", "serve", str(tiny), "--device", "fake", "--kv-cache-memory-bytes", "1MiB", "--port", port]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.readline()  # the engine has started, so the port is bound
+            other.listen()
+            errors = process.stderr.read()
+            assert process.wait(30) == 2
+        assert "Traceback" not in errors
+        assert port in errors

@@ -100,6 +100,7 @@ class Service:
             await asyncio.gather(task, asked, return_exceptions=True)
 
     async def _serve(self, opened: Opened, sock: socket.socket) -> int:
+        listen(sock, self._config.server)
         server = Server(uvicorn_config(opened.state, self._config.server))
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
         asked = asyncio.ensure_future(self._asked.wait())
@@ -172,6 +173,23 @@ def bind(server: ServerConfig) -> socket.socket:
             f"cannot listen on {server.host} port {server.port} ({error.strerror}): use another --port, 0 picks one"
         ) from None
     return sock
+
+
+def listen(sock: socket.socket, server: ServerConfig) -> None:
+    """Start to listen. A bound port is not reserved yet: another process may have been quicker.
+
+    Raises:
+        StartupError: it was.
+    """
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:
+        raise _cannot_listen(server, error) from None
+
+
+def _cannot_listen(server: ServerConfig, error: OSError) -> StartupError:
+    where = f"{server.host} port {server.port}"
+    return StartupError(f"cannot listen on {where} ({error.strerror}): use another --port, 0 picks one")
 
 
 def _check_certificate(server: ServerConfig) -> None:
