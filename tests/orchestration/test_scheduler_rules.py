@@ -149,6 +149,22 @@ def test_chunks_of_any_size_give_the_same_tokens(budget):
     assert max(plan.num_tokens for plan in driver.plans) <= budget
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("budget", [32, 41, 256])
+@pytest.mark.parametrize("caching", [True, False])
+def test_b15_tokens_depend_on_the_request_alone(depth, budget, caching):
+    """Alone, among 31 others, in chunks, from the cache, asynchronously: what a request gets is its own."""
+    r = random.Random(seed := random.SystemRandom().randrange(2**32))
+    print("seed", seed)
+    options = {"depth": depth, "enable_prefix_caching": caching, "max_num_seqs": 32, "max_num_batched_tokens": budget}
+    alone = Driver(layout(512), **options).run(PROMPT, seed=4, max_tokens=30).tokens
+    crowd = Driver(layout(512), **options)
+    for _ in range(31):
+        crowd.submit([*PROMPT[: r.randrange(13)], r.randrange(99)], seed=r.randrange(99), max_tokens=r.randrange(1, 40))
+    for _ in range(2):  # cold, then warm
+        assert crowd.run(PROMPT, seed=4, max_tokens=30).tokens == alone
+
+
 def test_a_long_prompt_does_not_starve_decodes():
     driver = Driver(layout(256), max_num_batched_tokens=16, max_model_len=900)
     short = driver.submit([1, 2], max_tokens=30)[0]
@@ -394,7 +410,7 @@ def test_a_blocked_prompt_is_tried_again_when_blocks_come_back():
 
 
 def test_deadlines_of_ended_requests_do_not_pile_up():
-    driver = Driver(layout(16))
+    driver = Driver(layout(16), check=False)
     for _ in range(500):
         driver.run([1], max_tokens=1, deadline_s=1e6)
     assert len(driver.scheduler._deadlines) <= 70
