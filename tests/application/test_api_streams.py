@@ -196,8 +196,8 @@ def test_return_token_ids(http: httpx.Client) -> None:
 
 def test_b06_heartbeats_fill_every_gap() -> None:
     engine = StubEngine()
-    engine.first_delay_s, engine.delay_s = 0.7, 0.25
-    with serving(engine, server__heartbeat_s=0.1) as server:
+    engine.first_delay_s, engine.delay_s = 1.6, 0.5
+    with serving(engine, server__heartbeat_s=0.3) as server:
         body = json.dumps({**CHAT, "max_tokens": 3, "stream": True}).encode()
         with socket.create_connection((server.host, server.port)) as sock:
             head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
@@ -207,9 +207,10 @@ def test_b06_heartbeats_fill_every_gap() -> None:
                 gaps.append(time.monotonic() - last_s)
                 last_s, received = time.monotonic(), received + piece
         assert received.startswith(b"HTTP/1.1 200")
-        assert max(gaps) < 0.2, gaps
-        assert received.count(b": heartbeat") >= 8
+        assert max(gaps) < 0.6, gaps  # two intervals
+        assert received.count(b": heartbeat") >= 5
         assert received.count(b"data: [DONE]") == 1
+        engine.first_delay_s = 0.7
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="x")
         stream = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], max_tokens=3, stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "cho"
