@@ -223,6 +223,15 @@ def report(
     guarded(body)
 
 
+@app.command()
+def table(files: Annotated[list[Path], typer.Argument(help="result files")]) -> None:
+    """Print a Markdown table: measured, floor, and how near it comes."""
+    from hexad.bench.results import load_result
+    from hexad.bench.tables import markdown
+
+    typer.echo(guarded(lambda: markdown({path.stem: load_result(path) for path in files})))
+
+
 def _target(option: list[str] | None, profile: str | None, base_url: str | None, name: str | None, key: str | None) -> dict[str, Any]:
     return {"options": guarded(lambda: engine_options(option, profile)), "base_url": base_url, "served_model_name": name, "api_key": key}
 

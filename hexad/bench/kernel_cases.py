@@ -13,7 +13,7 @@ from hexad.models.spec import ModelSpec
 from hexad.operators.args import ActArgs, AttentionArgs, LinearArgs, NormArgs, RopeKVArgs
 from hexad.operators.batch import AttentionBatch, KVPages
 
-BLOCK_SIZE = 16
+BLOCK_SIZES = {"cpu": 16, "cuda": 64}  # what the engine chooses on each
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _rope(spec: ModelSpec, rows: int, dtype: torch.dtype, device: torch.device) 
 
     def inputs() -> tuple[Any, ...]:
         head = _rand(a.head_dim, dtype=dtype, device=device) if a.qk_norm else None
-        pages = _pages(spec, -(-rows // BLOCK_SIZE), dtype, device)
+        pages = _pages(spec, -(-rows // BLOCK_SIZES[device.type]), dtype, device)
         slots = torch.arange(rows, device=device)
         table = torch.rand(rows, rotary, device=device)
         return _rand(rows, features, dtype=dtype, device=device), torch.arange(rows, device=device), table, slots, pages, head, head
@@ -112,18 +112,18 @@ def _rope(spec: ModelSpec, rows: int, dtype: torch.dtype, device: torch.device) 
 
 
 def _pages(spec: ModelSpec, blocks: int, dtype: torch.dtype, device: torch.device) -> KVPages:
-    shape = (blocks, BLOCK_SIZE, spec.attention.kv_heads, spec.attention.head_dim)
+    shape = (blocks, BLOCK_SIZES[device.type], spec.attention.kv_heads, spec.attention.head_dim)
     return KVPages(_rand(*shape, dtype=dtype, device=device), _rand(*shape, dtype=dtype, device=device))
 
 
 def _attention(spec: ModelSpec, rows: int, queries: int, context: int, dtype: torch.dtype, device: torch.device) -> Case:
-    a = spec.attention
+    a, block_size = spec.attention, BLOCK_SIZES[device.type]
     args = AttentionArgs(
-        a.heads, a.kv_heads, a.head_dim, a.scale, None, a.logit_softcap, BLOCK_SIZE, dtype, dtype, device.type
+        a.heads, a.kv_heads, a.head_dim, a.scale, None, a.logit_softcap, block_size, dtype, dtype, device.type
     )  # fmt: skip
 
     def inputs() -> tuple[Any, ...]:
-        blocks = -(-context // BLOCK_SIZE)
+        blocks = -(-context // block_size)
         tokens = rows * queries
         order = torch.randperm(rows * blocks, device=device).to(torch.int32).view(rows, blocks)
         batch = AttentionBatch(
@@ -133,7 +133,7 @@ def _attention(spec: ModelSpec, rows: int, queries: int, context: int, dtype: to
             slots=torch.full((tokens,), -1, device=device),
             max_query_len=queries,
             max_seq_len=context,
-            block_size=BLOCK_SIZE,
+            block_size=block_size,
             num_decodes=rows if queries == 1 else 0,
         )
         return _rand(tokens, a.heads, a.head_dim, dtype=dtype, device=device), _pages(spec, rows * blocks, dtype, device), batch

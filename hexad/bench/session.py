@@ -196,10 +196,15 @@ def _device_name(info: dict[str, Any]) -> str:
 
 
 def calibrated_device(calibration: dict[str, Any]) -> Device:
-    """The calibration of a result as a device: floors that this very machine could reach at that moment."""
+    """The device of a calibration, for floors: a registered one whose figures were measured with care, else what was measured just now.
+
+    A short calibration sees the burst clock; the registry's sustained figures are the steadier floor.
+    """
+    known = match_device(calibration["device"])
+    if known is not None and known.read_bytes_s.measured:
+        return known
     source = "the calibration of this result"
     rates = {kind: Figure(rate, source, measured=True) for kind, rate in calibration["gemm_flops_s"].items()}
-    known = match_device(calibration["device"])
     memory = known.memory_bytes if known else Figure(0, source)
     read = Figure(calibration["read_bytes_s"], source, measured=True)
     return Device(calibration["device"], calibration["kind"], memory, read, {**(known.rates if known else {}), **rates})
@@ -220,15 +225,15 @@ def impossible_times(result: dict[str, Any], load: Load, costs: ModelCosts) -> l
     """Steps that would have read weights and KV faster than the measured bandwidth of the same device."""
     from hexad.bench.floors import decode_bound
 
-    read_bytes_s, metrics = result["calibration"]["read_bytes_s"], result["metrics"]
+    metrics, device = result["metrics"], calibrated_device(result["calibration"])
+    read_bytes_s = max(result["calibration"]["read_bytes_s"], device.read_bytes_s.value)
     steps = {1: metrics["tpot_ms"]} if isinstance(metrics.get("tpot_ms"), float) else {}
     steps |= {int(batch): value for batch, value in (metrics.get("ms_per_step") or {}).items()} if load.batch else {}
     context = load.prompt_tokens + load.output_tokens / 2
-    device = calibrated_device(result["calibration"])
     found = []
     for batch, milliseconds in steps.items():
         parts = decode_bound(costs, device, batch, context)
-        nbytes = (parts.weights_s + parts.kv_s) * read_bytes_s
+        nbytes = (parts.weights_s + parts.kv_s) * device.read_bytes_s.value
         reason = impossible(nbytes, milliseconds / 1e3, read_bytes_s, tolerance=0.05)
         if reason:
             found.append(f"decode step of batch {batch}: {reason}")

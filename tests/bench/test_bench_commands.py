@@ -238,3 +238,18 @@ def test_profiles_set_budgets_and_say_so(tmp_path):
     assert options["max_num_batched_tokens"] == 64 and options["max_prefill_tokens_per_step"] == 1024
     with pytest.raises(ConfigError, match="chat"):
         find_preset("chats")
+
+
+def test_table_shows_floor_and_share(tmp_path):
+    made = result_of(floors={"tpot_ms": 3.0, "output_tok_s": {"1": 200.0}})
+    (tmp_path / "a.json").write_text(json.dumps(made))
+    lines = bench("table", str(tmp_path / "a.json")).splitlines()
+    assert "| m | f | W2 | TPOT, ms | 4.00 | 3.00 | 75% |" in lines
+    assert "| m | f | W2 | output tok/s [1] | 100 | 200 | 50% |" in lines
+
+
+def test_floors_take_careful_figures_where_the_registry_has_them():
+    burst = {"kind": "gpu", "device": "NVIDIA H200", "read_bytes_s": 4.0e12, "gemm_flops_s": {"bf16": 776e12}}
+    assert session.calibrated_device(burst).rate("bf16") == 684e12
+    unknown = session.calibrated_device(burst | {"device": "NVIDIA B900"})
+    assert unknown.rate("bf16") == 776e12 and unknown.read_bytes_s.value == 4.0e12

@@ -1,0 +1,42 @@
+"""Markdown tables from result files: measured, floor, share. What docs and release notes print comes from here, never from memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# metric -> (heading, digits)
+HEADLINES = {
+    "output_tok_s": ("output tok/s", 0), "total_s": ("s in all", 2), "ttft_ms": ("TTFT, ms", 1), "tpot_ms": ("TPOT, ms", 2),
+    "ms_per_step": ("ms a step", 2), "prefill_tok_s": ("prefill tok/s", 0), "itl_ms": ("ITL, ms", 2), "goodput": ("good requests/s", 2),
+    "ready_s": ("ready, s", 1), "first_token_s": ("first token, s", 1), "perplexity": ("perplexity", 3), "kl_mean": ("KL, nats", 5),
+    "top1_agreement": ("top-1 agreement", 4),
+}  # fmt: skip
+
+
+def markdown(results: dict[str, dict[str, Any]]) -> str:
+    """One row a metric (and point of a sweep) of each result."""
+    lines = ["| model | format | load | metric | measured | floor | at |", "|---|---|---|---|---|---|---|"]
+    for result in results.values():
+        name = result["load"]["name"] + (" (partial)" if result.get("partial") else "")
+        for metric, (heading, digits) in HEADLINES.items():
+            for point, value in points(result["metrics"].get(metric)):
+                floor = dict(points((result.get("floors") or {}).get(metric))).get(point)
+                cells = [result["model"], result["format"], name, f"{heading}{f' [{point}]' if point else ''}", f"{value:,.{digits}f}"]
+                cells += [f"{floor:,.{digits}f}", f"{_share(metric, value, floor):.0%}"] if floor and value else ["", ""]
+                lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def points(metric: Any) -> list[tuple[str, float]]:
+    """(point of the sweep or "", typical value) pairs of a metric."""
+    if isinstance(metric, int | float):
+        return [("", float(metric))]
+    if not isinstance(metric, dict):
+        return []
+    if "p50" in metric:
+        return [("", float(metric["p50"]))]
+    return [(str(key), value) for key, sub in metric.items() for _, value in points(sub)[:1]]
+
+
+def _share(metric: str, value: float, floor: float) -> float:
+    return value / floor if metric.endswith("tok_s") else floor / value
