@@ -1,9 +1,6 @@
 """Composite operators around one linear layer. Each reference is the composition of its parts; a provider may do it in one kernel.
 
-- `norm_linear(h [T, H], norm_weight [H], prepared) -> [T, out]`: linear(rms_norm(h)).
-- `gated_linear(x [T, H], prepared) -> [T, out / 2]`: gated_act(linear(x)).
-- `norm_gated_linear(h [T, H], norm_weight [H], prepared) -> [T, out / 2]`: gated_act(linear(rms_norm(h))); the first half of the rows of
-  the weight are the gate's.
+- `gated_linear(x [T, in], prepared) -> [T, out / 2]`: gated_act(linear(x)); the first half of the rows of the weight are the gate's.
 - `linear_add(x [T, in], residual [T, out], prepared) -> residual`: residual + linear(x), written into `residual`, which is returned.
 
 `prepared` is what `linear` takes. A provider may keep intermediate values in float32 where the reference rounds them.
@@ -16,9 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from hexad.operators.activation import gated_act_reference
-from hexad.operators.args import ActArgs, LinearArgs, NormArgs
+from hexad.operators.args import ActArgs, LinearArgs
 from hexad.operators.linear import linear_reference
-from hexad.operators.norm import rms_norm_reference
 from hexad.operators.registry import Kernel, registry
 
 Prepared = tuple[torch.Tensor, torch.Tensor | None]
@@ -26,14 +22,13 @@ Prepared = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class FusedLinearArgs:
-    """One linear layer and what stands around it. `eps` and `activation` are read by the ops that use them."""
+    """One linear layer and what stands around it. `activation` is read by `gated_linear`."""
 
     in_features: int
     out_features: int  # rows of the weight
     bias: bool
     dtype: torch.dtype
     device_type: str
-    eps: float = 0.0
     activation: str = ""  # silu | gelu | gelu_tanh | relu
 
     @property
@@ -41,22 +36,8 @@ class FusedLinearArgs:
         return LinearArgs(self.in_features, self.out_features, self.bias, self.dtype, self.device_type)
 
     @property
-    def norm(self) -> NormArgs:
-        return NormArgs(self.in_features, self.eps, self.dtype, self.device_type)
-
-    @property
     def act(self) -> ActArgs:
         return ActArgs(self.out_features // 2, self.activation, self.dtype, self.device_type)
-
-
-def norm_linear_reference(args: FusedLinearArgs) -> Kernel:
-    norm, linear = rms_norm_reference(args.norm), linear_reference(args.linear)
-
-    def norm_linear(h: torch.Tensor, norm_weight: torch.Tensor, prepared: Prepared) -> torch.Tensor:
-        out: torch.Tensor = linear(norm(h, norm_weight), prepared)
-        return out
-
-    return norm_linear
 
 
 def gated_linear_reference(args: FusedLinearArgs) -> Kernel:
@@ -69,16 +50,6 @@ def gated_linear_reference(args: FusedLinearArgs) -> Kernel:
     return gated_linear
 
 
-def norm_gated_linear_reference(args: FusedLinearArgs) -> Kernel:
-    norm, gated = rms_norm_reference(args.norm), gated_linear_reference(args)
-
-    def norm_gated_linear(h: torch.Tensor, norm_weight: torch.Tensor, prepared: Prepared) -> torch.Tensor:
-        out: torch.Tensor = gated(norm(h, norm_weight), prepared)
-        return out
-
-    return norm_gated_linear
-
-
 def linear_add_reference(args: FusedLinearArgs) -> Kernel:
     linear = linear_reference(args.linear)
 
@@ -88,7 +59,5 @@ def linear_add_reference(args: FusedLinearArgs) -> Kernel:
     return linear_add
 
 
-registry.define("norm_linear", norm_linear_reference)
 registry.define("gated_linear", gated_linear_reference)
-registry.define("norm_gated_linear", norm_gated_linear_reference)
 registry.define("linear_add", linear_add_reference)

@@ -53,7 +53,7 @@ class Case:
 
 def attention_case(
     query_lens: list[int], seq_lens: list[int], heads: int, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype,
-    window: int | None = None, padding_rows: int = 0,
+    window: int | None = None, padding_rows: int = 0, contiguous: bool = False,
 ) -> Case:  # fmt: skip
     """Random ragged rows; blocks are scattered, blocks out of the window are -1, unwritten slots are NaN."""
     rows = len(seq_lens)
@@ -62,7 +62,8 @@ def attention_case(
     order = torch.randperm(total).tolist()
     # keys and values of one layer are strided views into storage that other layers share
     storage = torch.full((total, 2, 2, block_size, kv_heads, dim), float("nan"), dtype=dtype, device=DEVICE)
-    kv = KVPages(storage[:, 1, 0], storage[:, 1, 1])
+    pages = storage[:, 1, 0], storage[:, 1, 1]
+    kv = KVPages(*(x.contiguous() for x in pages) if contiguous else pages)
     table = torch.full((rows + padding_rows, max(blocks_of) + 2), -1, dtype=torch.int32)
     keys, values, taken = [], [], 0
     for row, length in enumerate(seq_lens):

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 from reference import DEVICE, DTYPES, INTERPRETED, assert_close, attention_case, attention_reference, fresh_seed, needs_kernels
 
 from hexad.operators.args import AttentionArgs
@@ -14,12 +15,12 @@ SHAPES = [(4, 2, 64, 16), (3, 3, 80, 64), (6, 2, 96, 32), (2, 1, 256, 128), (8, 
 COPIES = [False] if INTERPRETED else [False, None]
 
 
-def run(query_lens, seq_lens, heads, kv_heads, dim, block, dtype, window=None, softcap=None, padding=0, copies=None):
+def run(query_lens, seq_lens, heads, kv_heads, dim, block, dtype, window=None, softcap=None, padding=0, copies=None, contiguous=False):
     from hexad.operators.triton.attention import attention_reasons, bind_paged_attention
 
     args = AttentionArgs(heads, kv_heads, dim, dim**-0.5 * 1.3, window, softcap, block, dtype, dtype, DEVICE)
     assert attention_reasons(args) == []
-    case = attention_case(query_lens, seq_lens, heads, kv_heads, dim, block, dtype, window, padding)
+    case = attention_case(query_lens, seq_lens, heads, kv_heads, dim, block, dtype, window, padding, contiguous)
     attend = bind_paged_attention(args, tensor_copies=copies)
     out = attend(case.q, case.kv, case.batch)[: sum(query_lens)]
     assert_close(out, attention_reference(case, query_lens, args.scale, window, softcap), dtype)
@@ -80,3 +81,17 @@ def test_a_distant_key_matters(query_len):
     change = (after.float() - before.float()).view(query_len, 4, 64).norm(dim=-1)
     assert float(change[-1, 3]) > 0.1
     assert float(change[:, :2].max()) == 0.0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Gluon kernels run on the card only")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block"), [(4, 1, 128, 64), (3, 3, 64, 64), (8, 2, 128, 128), (4, 2, 64, 256)])
+def test_long_prefill_over_contiguous_pages(heads, kv_heads, dim, block, dtype):
+    """Shapes that the warp-specialised kernel of Hopper serves: whole and partial tiles, cached prefixes, lengths beside tile borders."""
+    fresh_seed()
+    rows = [(1, 77), (128, 128), (129, 129), (200, 640), (64, 65), (3, 300), (511, 1023), (1, 1), (random.randrange(65, 900), 1000)]
+    attend, case, out = run([q for q, _ in rows], [n for _, n in rows], heads, kv_heads, dim, block, dtype, contiguous=True)
+    again = attend(case.q, case.kv, case.batch)
+    assert torch.equal(again, out), "two runs differ"
+    single = random.randrange(600, 3000)
+    run([single], [single], heads, kv_heads, dim, block, dtype, contiguous=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedTensorDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hexad.operators.args import AttentionArgs
@@ -15,9 +16,11 @@ from hexad.operators.registry import Kernel
 from hexad.operators.triton.decode import ITEM_FIELDS, combine_kernel, decode_kernel, plan_kernel
 from hexad.operators.triton.launch import Launcher, Target, pow2, target
 from hexad.operators.triton.prefill import prefill_kernel
+from hexad.operators.triton.prefill_hopper import PIECE, QUERIES, STAGES, page_layout, prefill_hopper_kernel
 
 PAGES = (16, 32, 64, 128, 256)
 MAX_ROWS = 4096
+MEDIUM = 768  # query tokens a row up to which the general kernel is faster than the warp-specialised one
 PLAN_ITEMS = 16  # items a program of the plan
 Split = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]  # items, starts, partial, stats, capacity
 WANTED_PROGRAMS = 4  # decode programs a multiprocessor that fill the card
@@ -44,9 +47,9 @@ def prefill_tiles(dim_pad: int, item_bytes: int, capability: int, max_queries: i
     """Tiles that keep the accumulator in registers and two programs a multiprocessor where they fit."""
     if item_bytes == 4:  # no matrix units in full precision
         return Tiles(tile=32 if dim_pad <= 128 else 16, warps=4, stages=1, queries=32)
-    if max_queries <= 64 or dim_pad > 128:
-        return Tiles(tile=64 if dim_pad <= 128 else 32, warps=4, stages=2, queries=64)
-    return Tiles(tile=64, warps=4 if capability >= 90 else 8, stages=3 if capability >= 90 else 2, queries=128)
+    if max_queries <= MEDIUM or dim_pad > 128:
+        return Tiles(tile=64 if dim_pad <= 128 else 32, warps=4, stages=3 if capability >= 90 else 2, queries=64)
+    return Tiles(tile=64, warps=4 if capability >= 90 else 8, stages=2, queries=128)
 
 
 class _Layout:
@@ -69,8 +72,19 @@ class _Layout:
         self._plan: dict[int, Launcher] = {}
         self._descriptors: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._decode = self._make_decode()
-        combine = {"HEADS": args.heads, "DIM": args.head_dim, "DIM_PAD": self.dim_pad, "PARTS": 32, "PDL": on.tensor_copies}
-        self._combine = Launcher(combine_kernel, combine, num_warps=4, pdl=on.tensor_copies)
+        self.hopper = self._hopper_launcher()
+        self.set_combine(64)
+
+    def set_combine(self, parts: int) -> None:
+        """Merge partial results `parts` at a time."""
+        constants = {
+            "HEADS": self.args.heads,
+            "DIM": self.args.head_dim,
+            "DIM_PAD": self.dim_pad,
+            "PARTS": parts,
+            "PDL": self.on.tensor_copies,
+        }
+        self._combine = Launcher(combine_kernel, constants, num_warps=4, pdl=self.on.tensor_copies)
 
     def _make_decode(self) -> Launcher:
         args, tiles = self.args, self.decode_tiles
@@ -87,7 +101,7 @@ class _Layout:
     def prefill_launcher(self, *, short: bool) -> tuple[Tiles, Launcher]:
         if short not in self._prefill:
             args = self.args
-            tiles = prefill_tiles(self.dim_pad, args.dtype.itemsize, self.on.capability, 64 if short else 128)
+            tiles = prefill_tiles(self.dim_pad, args.dtype.itemsize, self.on.capability, MEDIUM if short else MEDIUM + 1)
             constants = {
                 "HEADS": args.heads, "GROUP": self.group, "DIM": args.head_dim, "DIM_PAD": self.dim_pad, **self.shared,
                 "WINDOW": args.window or 0, "QUERIES": tiles.queries, "TILE": tiles.tile, "STAGES": tiles.stages,
@@ -96,6 +110,32 @@ class _Layout:
             launcher = Launcher(prefill_kernel, constants, num_warps=tiles.warps, num_stages=tiles.stages, pdl=self.on.tensor_copies)
             self._prefill[short] = (tiles, launcher)
         return self._prefill[short]
+
+    def _hopper_launcher(self) -> Launcher | None:
+        """The warp-specialised kernel, where card, page and head layouts and attention kind allow it."""
+        args, strides = self.args, self.strides
+        contiguous = strides[:3] == (self.page * args.kv_heads * args.head_dim, args.kv_heads * args.head_dim, args.head_dim)
+        plain = args.window is None and not args.softcap and args.head_dim in (64, 128)
+        halves = args.dtype.itemsize == 2 and args.kv_dtype == args.dtype
+        if not (self.copies and self.on.capability == 90 and contiguous and plain and halves and self.page % PIECE == 0):
+            return None
+        constants = {
+            "HEADS": args.heads, "GROUP": self.group, "DIM": args.head_dim, "Q_STRIDE": self.shared["Q_STRIDE"], "PAGE": self.page,
+            "SCALE": args.scale, "STAGES": STAGES,
+        }  # fmt: skip
+        return Launcher(prefill_hopper_kernel, constants, num_warps=4, pdl=True)
+
+    def _flat_descriptors(self, kv: KVPages) -> tuple[Any, Any]:
+        """Tensor maps of K and V as [blocks * page, heads * dim] with boxes of one piece of one head."""
+        key = (kv.k.data_ptr(), 0)
+        made = self._descriptors.get(key)
+        if made is None:
+            blocks, page, heads, dim = kv.k.shape
+            shape, strides, box = [blocks * page, heads * dim], [heads * dim, 1], [PIECE, dim]
+            shared = page_layout(dim, kv.k.dtype)
+            made = tuple(SharedTensorDescriptor(pages, shape, strides, box, shared) for pages in (kv.k, kv.v))
+            self._descriptors[key] = made
+        return made
 
     def plan_launcher(self, rows: int) -> Launcher:
         padded = next(size for size in (64, 256, 1024, MAX_ROWS) if size >= rows)
@@ -122,8 +162,8 @@ class _Layout:
             self._descriptors[key] = made
         return made
 
-    def split(self, batch: AttentionBatch, rows: int) -> Split:
-        """Items, first items of rows, and room for partial results; made once a step and kept in `batch.scratch`.
+    def split(self, batch: AttentionBatch, rows: int) -> tuple[Split, bool]:
+        """Items, first items of rows, and room for partial results, made once a step and kept in `batch.scratch`; and whether they are new.
 
         While a graph is captured the plan must be part of it, so one made before does not serve.
         """
@@ -133,9 +173,10 @@ class _Layout:
         splits: dict[tuple, Split] = batch.scratch.setdefault("triton.splits", {})
         key = (captured, rows, tile, window, self.wanted, self.args.heads, self.dim_pad)
         made = splits.get(key)
+        new = made is None
         if made is None:
             wanted = max(self.wanted, rows)
-            capacity = wanted + rows
+            capacity = 2 * wanted + rows
             items = torch.empty((capacity, ITEM_FIELDS), dtype=torch.int32, device=device)
             starts = torch.empty(rows + 1, dtype=torch.int32, device=device)
             partial = torch.empty((capacity, self.args.heads, self.dim_pad), dtype=torch.float32, device=device)
@@ -143,22 +184,27 @@ class _Layout:
             grid = (triton.cdiv(capacity, PLAN_ITEMS), 1, 1)
             self.plan_launcher(rows)(grid, batch.seq_lens, items, starts, rows, wanted, capacity)
             made = splits[key] = (items, starts, partial, stats, capacity)
-        return made
+        return made, new
 
     def decode(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, rows: int, out: torch.Tensor) -> None:
-        known = len(batch.scratch.get("triton.splits", ()))
-        items, starts, partial, stats, capacity = self.split(batch, rows)
-        planned_now = len(batch.scratch["triton.splits"]) > known
+        (items, starts, partial, stats, capacity), new = self.split(batch, rows)
         self._decode(
             (self.args.kv_heads, capacity, 1),
             q, kv.k, kv.v, batch.block_table, items, partial, stats, out, batch.block_table.stride(0),
-            serial=planned_now,
+            serial=new,
         )  # fmt: skip
         self._combine((rows, self.args.heads, 1), partial, stats, starts, out)
 
     def prefill(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, first_row: int, out: torch.Tensor) -> None:
         rows = batch.seq_lens.shape[0] - first_row
-        tiles, launch = self.prefill_launcher(short=batch.max_query_len <= 64)
+        if self.hopper is not None and batch.max_query_len > MEDIUM:
+            k_desc, v_desc = self._flat_descriptors(kv)
+            self.hopper(
+                (triton.cdiv(batch.max_query_len, QUERIES), self.args.heads, rows),
+                q, k_desc, v_desc, batch.block_table, batch.query_start, batch.seq_lens, out, batch.block_table.stride(0), first_row,
+            )  # fmt: skip
+            return
+        tiles, launch = self.prefill_launcher(short=batch.max_query_len <= MEDIUM)
         k_desc, v_desc = self.descriptors(kv, tiles.tile)
         launch(
             (triton.cdiv(batch.max_query_len, tiles.queries), self.args.heads, rows),

@@ -32,7 +32,7 @@ def plan_kernel(
     ITEMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ITEMS items a program. `wanted` items is what fills the card; `starts[b]` is the first item of row b."""
+    """ITEMS items a program. `wanted` items fill the card, at most twice as many and one a row are made; `starts[b]` is row b's first."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -43,7 +43,10 @@ def plan_kernel(
         first = tl.maximum(length - WINDOW, 0)
     first_tile = first // TILE
     tiles = (length + TILE - 1) // TILE - first_tile
-    chunk = tl.maximum((tl.sum(tiles, 0) + wanted - 1) // wanted, 1)
+    total_tiles = tl.sum(tiles, 0)
+    chunk = tl.maximum((total_tiles + wanted - 1) // wanted, 1)
+    if 4 * tl.max(tiles, 0) > 5 * chunk:  # some row must be cut: smaller items balance better
+        chunk = tl.maximum((total_tiles + 2 * wanted - 1) // (2 * wanted), 1)
     parts = tl.where(tiles > 0, tl.maximum((4 * tiles + 5 * chunk - 1) // (5 * chunk), 1), 0)
     ends = tl.cumsum(parts, 0)
     starts = ends - parts

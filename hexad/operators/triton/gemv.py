@@ -29,15 +29,12 @@ def gemv_kernel(
     x_ptr,
     w_ptr,
     bias_ptr,
-    norm_ptr,
     residual_ptr,
     out_ptr,
     OUT: tl.constexpr,  # outputs: half the rows of the weight when GATED
     IN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr,
-    EPS: tl.constexpr,
     ACTIVATION: tl.constexpr,  # "": not gated
     RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
@@ -63,15 +60,11 @@ def gemv_kernel(
         gdc_wait()
         gdc_launch_dependents()
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    square = tl.zeros([BLOCK_K], tl.float32)
     if GATED:
         up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in range(0, IN, BLOCK_K):
         column_mask = start + k < IN
         x = tl.load(x_ptr + start + k, mask=column_mask, other=0.0).to(tl.float32)
-        if NORM:
-            square += x * x
-            x = x * tl.load(norm_ptr + start + k, mask=column_mask, other=0.0).to(tl.float32)
         acc += w.to(tl.float32) * x[None, :]
         if GATED:
             up_acc += up.to(tl.float32) * x[None, :]
@@ -80,14 +73,10 @@ def gemv_kernel(
         if GATED:
             up = tl.load(up_address + start + BLOCK_K, mask=ahead, other=0.0, eviction_policy="evict_first")
     y = tl.sum(acc, 1)
-    scale = 1.0
-    if NORM:
-        scale = tl.rsqrt(tl.sum(square, 0) / IN + EPS)
-        y = y * scale
     if BIAS:
         y += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)
     if GATED:
-        z = tl.sum(up_acc, 1) * scale
+        z = tl.sum(up_acc, 1)
         if BIAS:
             z += tl.load(bias_ptr + OUT + n, mask=inside, other=0.0).to(tl.float32)
         y = activate(y, ACTIVATION) * z
@@ -101,7 +90,6 @@ def skinny_kernel(
     x_ptr,
     w_ptr,
     bias_ptr,
-    norm_ptr,
     residual_ptr,
     out_ptr,
     rows,
@@ -112,8 +100,6 @@ def skinny_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    NORM: tl.constexpr,
-    EPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
@@ -136,7 +122,6 @@ def skinny_kernel(
     x_address = x_ptr + m[:, None] * X_STRIDE + k[None, :]
     w_address = w_ptr + n.to(tl.int64)[:, None] * IN + k[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    square = tl.zeros([BLOCK_M], tl.float32)
     if GATED:
         up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, IN, BLOCK_K, num_stages=STAGES):
@@ -150,19 +135,9 @@ def skinny_kernel(
         if GATED:
             up = tl.load(w_address + OUT * IN + start, mask=w_mask, other=0.0, eviction_policy="evict_first")
         x = tl.load(x_address + start, mask=x_mask, other=0.0)
-        if NORM:
-            wide = x.to(tl.float32)
-            square += tl.sum(wide * wide, 1)
-            gain = tl.load(norm_ptr + start + k, mask=start + k < IN, other=0.0).to(tl.float32)
-            x = (wide * gain[None, :]).to(x.dtype)
         acc = tl.dot(x, w.T, acc)
         if GATED:
             up_acc = tl.dot(x, up.T, up_acc)
-    if NORM:
-        scale = tl.rsqrt(square / IN + EPS)[:, None]
-        acc = acc * scale
-        if GATED:
-            up_acc = up_acc * scale
     if BIAS:
         acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
         if GATED:

@@ -17,6 +17,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.experimental.gluon._runtime import GluonASTSource
 
 INTERPRETED = bool(knobs.runtime.interpret)  # kernels run in Triton's interpreter, on CPU tensors
 
@@ -83,11 +84,11 @@ class Launcher:
             return
         raw, bits = [], 0
         for argument in args:
-            if isinstance(argument, torch.Tensor):
+            if argument.__class__ is torch.Tensor:
                 argument = argument.data_ptr()
                 bits |= argument
             raw.append(argument)
-        device = torch.cuda.current_device()
+        device = torch._C._cuda_getDevice()
         key = device if not bits & 15 else (device, _misaligned(args))
         ready = self._ready.get(key)
         if ready is None:
@@ -111,7 +112,8 @@ class Launcher:
         signature = dict(zip(names, types + ["constexpr"] * len(self._constants), strict=True))
         absent = {name: None for name, kind in zip(names, types, strict=False) if kind == "constexpr"}
         aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind.startswith("*")}
-        source = ASTSource(self._kernel, signature, constexprs=absent | self._constants, attrs=aligned)
+        make = GluonASTSource if self._kernel.is_gluon() else ASTSource
+        source = make(self._kernel, signature, constexprs=absent | self._constants, attrs=aligned)
         options = self._options | {"launch_pdl": self._options["launch_pdl"] and capability >= 90}
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 

@@ -10,15 +10,15 @@ import torch.nn.functional as F
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hexad.operators.args import ActArgs, LinearArgs, NormArgs
+from hexad.operators.args import ActArgs, LinearArgs
 from hexad.operators.fused import FusedLinearArgs, Prepared
 from hexad.operators.registry import Kernel
 from hexad.operators.triton.gemv import finish_kernel, gemv_kernel, skinny_kernel, stream_kernel
 from hexad.operators.triton.launch import INTERPRETED, Launcher, target
-from hexad.operators.triton.rows import bind_gated_act, bind_rms_norm
+from hexad.operators.triton.rows import bind_gated_act
 from hexad.operators.triton.tuning import BUCKETS, Choice, bucket, choose
 
-Few = Callable[[torch.Tensor, Prepared, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+Few = Callable[[torch.Tensor, Prepared, torch.Tensor | None], torch.Tensor]
 FINISH_BLOCK = 1024
 
 
@@ -35,7 +35,7 @@ class Product:
         self._made: dict[tuple[int, int], Few] = {}
         self._descriptors: dict[int, TensorDescriptor] = {}
 
-    def few(self, x: torch.Tensor, prepared: Prepared, norm: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor | None:
+    def few(self, x: torch.Tensor, prepared: Prepared, residual: torch.Tensor | None) -> torch.Tensor | None:
         """The product by an own kernel, or None."""
         size = bucket(x.shape[0])
         if size is None or self.choices[size].kind == "library" or not x.shape[0]:
@@ -45,14 +45,14 @@ class Product:
         if made is None:
             choice = self.choices[size]
             make = {"gemv": self._gemv, "skinny": self._skinny, "stream": self._stream}[choice.kind]
-            made = self._made[key] = make(choice, x.stride(0), norm is not None, residual is not None)
-        return made(x, prepared, norm, residual)
+            made = self._made[key] = make(choice, x.stride(0), residual is not None)
+        return made(x, prepared, residual)
 
-    def launcher(self, choice: Choice, stride: int, norm: bool, residual: bool) -> Launcher:
+    def launcher(self, choice: Choice, stride: int, residual: bool) -> Launcher:
         """The kernel of `choice` for rows of `x` that are `stride` apart."""
         shape = {"OUT": self.out, "IN": self.args.in_features}
         tiles = {"BLOCK_N": choice.block_n, "BLOCK_K": choice.block_k}
-        around = {"NORM": norm, "EPS": self.args.eps, "ACTIVATION": self.args.activation, "RESIDUAL": residual, "BIAS": self.args.bias}
+        around = {"ACTIVATION": self.args.activation, "RESIDUAL": residual, "BIAS": self.args.bias}
         last = {"PREFETCH": choice.prefetch, "PDL": self.on.tensor_copies}
         many = {"X_STRIDE": stride, "BLOCK_M": choice.block_m}
         kernel: Any
@@ -68,30 +68,30 @@ class Product:
     def _new(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         return residual if residual is not None else torch.empty((x.shape[0], self.out), dtype=x.dtype, device=x.device)
 
-    def _gemv(self, choice: Choice, stride: int, norm: bool, residual: bool) -> Few:
-        launch, grid = self.launcher(choice, stride, norm, residual), (triton.cdiv(self.out, choice.block_n), 1, 1)
+    def _gemv(self, choice: Choice, stride: int, residual: bool) -> Few:
+        launch, grid = self.launcher(choice, stride, residual), (triton.cdiv(self.out, choice.block_n), 1, 1)
 
-        def product(x: torch.Tensor, prepared: Prepared, gain: torch.Tensor | None, added: torch.Tensor | None) -> torch.Tensor:
+        def product(x: torch.Tensor, prepared: Prepared, added: torch.Tensor | None) -> torch.Tensor:
             out = self._new(x, added)
-            launch(grid, x, prepared[0], _or(prepared[1], x), _or(gain, x), out, out)
+            launch(grid, x, prepared[0], _or(prepared[1], x), out, out)
             return out
 
         return product
 
-    def _skinny(self, choice: Choice, stride: int, norm: bool, residual: bool) -> Few:
-        launch, grid = self.launcher(choice, stride, norm, residual), (triton.cdiv(self.out, choice.block_n), 1, 1)
+    def _skinny(self, choice: Choice, stride: int, residual: bool) -> Few:
+        launch, grid = self.launcher(choice, stride, residual), (triton.cdiv(self.out, choice.block_n), 1, 1)
 
-        def product(x: torch.Tensor, prepared: Prepared, gain: torch.Tensor | None, added: torch.Tensor | None) -> torch.Tensor:
+        def product(x: torch.Tensor, prepared: Prepared, added: torch.Tensor | None) -> torch.Tensor:
             out = self._new(x, added)
-            launch(grid, x, prepared[0], _or(prepared[1], x), _or(gain, x), out, out, x.shape[0])
+            launch(grid, x, prepared[0], _or(prepared[1], x), out, out, x.shape[0])
             return out
 
         return product
 
-    def _stream(self, choice: Choice, stride: int, norm: bool, residual: bool) -> Few:
-        assert not norm and self.out % choice.block_n == 0 and self.args.in_features % (choice.split * choice.block_k) == 0, choice
+    def _stream(self, choice: Choice, stride: int, residual: bool) -> Few:
+        assert self.out % choice.block_n == 0 and self.args.in_features % (choice.split * choice.block_k) == 0, choice
         assert not (self.gated and (choice.split > 1 or self.args.bias)), "a gated product is not split and has no bias"
-        launch = self.launcher(choice, stride, norm, residual)
+        launch = self.launcher(choice, stride, residual)
         grid = (self.out // choice.block_n, choice.split, 1)
         finishing = choice.split > 1 or self.args.bias or residual
         around = {"BIAS": self.args.bias, "RESIDUAL": residual, "PDL": self.on.tensor_copies}
@@ -99,7 +99,7 @@ class Product:
         finish = Launcher(finish_kernel, constants, pdl=self.on.tensor_copies)
         blocks = triton.cdiv(self.out, FINISH_BLOCK)
 
-        def product(x: torch.Tensor, prepared: Prepared, gain: torch.Tensor | None, added: torch.Tensor | None) -> torch.Tensor:
+        def product(x: torch.Tensor, prepared: Prepared, added: torch.Tensor | None) -> torch.Tensor:
             out, rows = self._new(x, added), x.shape[0]
             parts = torch.empty((choice.split, rows, self.out), dtype=torch.float32, device=x.device) if finishing else out
             launch(grid, x, prepared[0], self._descriptor(prepared[0], choice), parts, rows)
@@ -129,38 +129,10 @@ def bind_linear(args: LinearArgs) -> Kernel:
     product = Product(FusedLinearArgs(args.in_features, args.out_features, args.bias, args.dtype, args.device_type), "linear")
 
     def linear(x: torch.Tensor, prepared: Prepared) -> torch.Tensor:
-        out = product.few(x, prepared, None, None)
+        out = product.few(x, prepared, None)
         return F.linear(x, prepared[0], prepared[1]) if out is None else out
 
     return linear
-
-
-def bind_norm_linear(args: FusedLinearArgs) -> Kernel:
-    product = Product(args, "norm_linear")
-    norm = bind_rms_norm(NormArgs(args.in_features, args.eps, args.dtype, args.device_type))
-    linear = bind_linear(args.linear)
-
-    def norm_linear(h: torch.Tensor, norm_weight: torch.Tensor, prepared: Prepared) -> torch.Tensor:
-        out = product.few(h, prepared, norm_weight, None)
-        if out is None:
-            out = linear(norm(h, norm_weight), prepared)
-        return out
-
-    return norm_linear
-
-
-def bind_norm_gated_linear(args: FusedLinearArgs) -> Kernel:
-    product = Product(args, "norm_gated_linear")
-    gated = bind_gated_linear(args)
-    norm = bind_rms_norm(NormArgs(args.in_features, args.eps, args.dtype, args.device_type))
-
-    def norm_gated_linear(h: torch.Tensor, norm_weight: torch.Tensor, prepared: Prepared) -> torch.Tensor:
-        out = product.few(h, prepared, norm_weight, None)
-        if out is None:
-            out = gated(norm(h, norm_weight), prepared)
-        return out
-
-    return norm_gated_linear
 
 
 def bind_gated_linear(args: FusedLinearArgs) -> Kernel:
@@ -169,7 +141,7 @@ def bind_gated_linear(args: FusedLinearArgs) -> Kernel:
     act = bind_gated_act(ActArgs(args.out_features // 2, args.activation, args.dtype, args.device_type))
 
     def gated_linear(x: torch.Tensor, prepared: Prepared) -> torch.Tensor:
-        out = product.few(x, prepared, None, None)
+        out = product.few(x, prepared, None)
         if out is None:
             out = act(linear(x, prepared))
         return out
@@ -181,7 +153,7 @@ def bind_linear_add(args: FusedLinearArgs) -> Kernel:
     product = Product(args, "linear_add")
 
     def linear_add(x: torch.Tensor, residual: torch.Tensor, prepared: Prepared) -> torch.Tensor:
-        if product.few(x, prepared, None, residual) is None:
+        if product.few(x, prepared, residual) is None:
             weight, bias = prepared
             residual.addmm_(x, weight.t())
             if bias is not None:

@@ -95,9 +95,7 @@ def _register() -> None:
         ("rope_kv_write", "rope_kv", "bind_rope_kv_write", rope_reasons),
         ("paged_attention", "attention", "bind_paged_attention", attention_reasons),
         ("linear", "linear", "bind_linear", linear_reasons),
-        ("norm_linear", "linear", "bind_norm_linear", linear_reasons),
         ("gated_linear", "linear", "bind_gated_linear", gated_reasons),
-        ("norm_gated_linear", "linear", "bind_norm_gated_linear", gated_reasons),
         ("linear_add", "linear", "bind_linear_add", linear_reasons),
     )
     for op, module, name, reasons in kernels:

@@ -43,13 +43,13 @@ def bucket(rows: int) -> int | None:
 def choose(device: str, op: str, out_features: int, in_features: int, rows: int) -> Choice:
     """The kernel for one bucket of rows: from the table, else by rule."""
     entry = table().get(device, {}).get(f"{op},{out_features},{in_features}", {}).get(str(rows))
-    return Choice(*entry) if entry is not None else rule(out_features, rows)
+    return Choice(*entry) if entry is not None else rule(op, out_features, rows)
 
 
-def rule(out_features: int, rows: int) -> Choice:
+def rule(op: str, out_features: int, rows: int) -> Choice:
     """What held on the cards measured: own kernels win at one row, and at few rows where the library's tiles leave processors idle."""
     if rows == 1:
-        return Choice("gemv", 4, 1024, 4)
-    if rows <= 16 and out_features <= 16384:
-        return Choice("skinny", 32 if out_features > 2048 else 16, 256, 4, 4, 16)
+        return Choice("gemv", 2, 2048, 4)
+    if op == "linear" and rows <= 16 and out_features <= 6144:
+        return Choice("skinny", 32 if out_features > 2048 else 16, 256, 4, 4, 16, prefetch=1024)
     return LIBRARY
