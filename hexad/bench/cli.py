@@ -224,12 +224,22 @@ def report(
 
 
 @app.command()
-def table(files: Annotated[list[Path], typer.Argument(help="result files")]) -> None:
+def table(
+    files: Annotated[list[Path], typer.Argument(help="result files")],
+    update: Annotated[Path | None, typer.Option(help="a Markdown file: put the table between its results marks")] = None,
+) -> None:
     """Print a Markdown table: measured, floor, and how near it comes."""
     from hexad.bench.results import load_result
-    from hexad.bench.tables import markdown
+    from hexad.bench.tables import insert, markdown
 
-    typer.echo(guarded(lambda: markdown({path.stem: load_result(path) for path in files})))
+    def body() -> None:
+        made = markdown({path.stem: load_result(path) for path in files})
+        if update is None:
+            typer.echo(made)
+        else:
+            update.write_text(insert(update.read_text(), made))
+
+    guarded(body)
 
 
 def _target(option: list[str] | None, profile: str | None, base_url: str | None, name: str | None, key: str | None) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hexad.common.errors import ConfigError
+
 # metric -> (heading, digits)
 HEADLINES = {
     "output_tok_s": ("output tok/s", 0), "total_s": ("s in all", 2), "ttft_ms": ("TTFT, ms", 1), "tpot_ms": ("TPOT, ms", 2),
@@ -25,6 +27,22 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
                 cells += [f"{floor:,.{digits}f}", f"{_share(metric, value, floor):.0%}"] if floor and value else ["", ""]
                 lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+
+
+def insert(document: str, table: str) -> str:
+    """`document` with `table` between its marks.
+
+    Raises:
+        ConfigError: it has no marks.
+    """
+    head, begin, rest = document.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ConfigError(f"the document has no marks: put {BEGIN} and {END} where the table belongs")
+    return f"{head}{BEGIN}\n{table}\n{END}{tail}"
 
 
 def points(metric: Any) -> list[tuple[str, float]]:
