@@ -1,11 +1,12 @@
-"""Decode steps as CUDA graphs: one launch a step in place of hundreds.
+"""Steps as CUDA graphs: one launch a step in place of hundreds, for decode steps and for short prompts.
 
-A graph is captured for (rows, table width, ends) the first time such a step comes: rows and width are rounded up to a few sizes, so that
-a running server needs a handful. Capturing takes one eager run and one capture, tens of milliseconds; nothing is compiled.
+A graph is captured for a shape (rows, tokens, table width, what it ends with) the first time such a step comes: all are rounded up to a
+few sizes, so that a running server needs a handful. Capturing takes one eager run and one capture, tens of milliseconds; nothing is
+compiled. Longer prompts are launched kernel by kernel: the card then takes longer than the host.
 
 A captured step gathers its input ids from the token table, runs the network and the head, and either takes the arg max and stores it in
 the token table (greedy rows without edits: the whole step is one graph) or leaves the logits for the sampler. Its inputs arrive in one
-copy from pinned memory. Rows past the batch are padding: no KV is written for them, and their draw goes to a spare cell of the table.
+copy from pinned memory. Padding tokens write no KV, and the draw of a padding row goes to a spare cell of the table.
 
 All graphs share one memory pool: what a replay leaves behind is good until the next replay, and every reader is queued before that.
 """
@@ -15,7 +16,9 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +32,9 @@ from hexad.operators.batch import AttentionBatch, KVPages
 
 log = logging.getLogger(__name__)
 
-MAX_ROWS = 1024
+MAX_DECODE_ROWS = 1024
+MAX_PROMPT_ROWS = 8
+MAX_PROMPT_TOKENS = 512  # beyond, the card is busy for longer than the host needs to launch
 STAGING_BUFFERS = 4  # more than the steps that can be in flight
 MIN_WIDTH = 64  # columns of the block table
 
@@ -40,6 +45,11 @@ def row_bucket(rows: int) -> int:
         return 1 << (rows - 1).bit_length()
     step = 8 if rows <= 64 else 16 if rows <= 256 else 32 if rows <= 512 else 64
     return -(-rows // step) * step
+
+
+def token_bucket(tokens: int) -> int:
+    """Tokens of the graph that serves short prompts of `tokens` together."""
+    return max(16, 1 << (tokens - 1).bit_length()) if tokens <= 64 else -(-tokens // 64) * 64
 
 
 def width_bucket(blocks: int, max_blocks: int) -> int:
@@ -56,7 +66,6 @@ class Decoded:
 
     sampled: Sampled | None
     logits: torch.Tensor  # [B, vocab] float32; empty if all is drawn
-    positions: torch.Tensor  # [B] int64
     drawn_index: torch.Tensor  # [B] int64: place in the flattened token table of the token to draw
 
 
@@ -75,133 +84,201 @@ class StepFrame:
     max_model_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a graph is captured for."""
+
+    rows: int
+    tokens: int
+    width: int  # columns of the block tables
+    decode: bool  # one token a row
+    greedy: bool  # ends with the drawn tokens, else with logits
+
+
+def shape_of(host: HostStep, max_blocks: int, *, greedy: bool) -> Shape | None:
+    """The shape that serves a step, or None: a long or mixed one, or one with rows that do not draw."""
+    count, tokens = len(host.rows), len(host.positions)
+    if not count or len(host.sampled) != count or host.scored:
+        return None
+    width = width_bucket(host.block_tables[0].shape[1], max_blocks)
+    if host.max_query_len == 1 and count <= MAX_DECODE_ROWS:
+        rows = row_bucket(count)
+        return Shape(rows, rows, width, True, greedy)
+    if host.num_decodes == 0 and count <= MAX_PROMPT_ROWS and tokens <= MAX_PROMPT_TOKENS:
+        return Shape(row_bucket(count), token_bucket(tokens), width, False, greedy)
+    return None
+
+
 class _Inputs:
     """One graph's inputs: a device buffer, views of it, and pinned buffers to fill it from."""
 
-    def __init__(self, frame: StepFrame, rows: int, width: int, device: torch.device) -> None:
-        self.rows, self.width, self.groups = rows, width, frame.groups
-        wide, narrow = (3 + frame.groups) * rows, rows + frame.groups * rows * width
+    def __init__(self, frame: StepFrame, shape: Shape, device: torch.device) -> None:
+        groups = frame.groups
+        wide, narrow = _sizes(shape, groups)
         size = wide * 8 + narrow * 4
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._staging = [torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(STAGING_BUFFERS)]
-        self._wide = [buffer.numpy()[: wide * 8].view(np.int64).reshape(-1, rows) for buffer in self._staging]
-        self._narrow = [buffer.numpy()[wide * 8 :].view(np.int32) for buffer in self._staging]
+        staging = [torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(STAGING_BUFFERS)]
+        self._staging = [(buffer, _Views.of(*_halves(buffer.numpy(), wide * 8), shape, groups)) for buffer in staging]
         self._next = 0
         self._spare = frame.tokens.numel() - 1
         self._table_width = frame.table_width
-        longs = self._device[: wide * 8].view(torch.int64).view(-1, rows)
-        ints = self._device[wide * 8 :].view(torch.int32)
-        self.positions, self.token_index, self.drawn_index = longs[0], longs[1], longs[2]
-        self.slots = longs[3:]
-        self.seq_lens = ints[:rows]
-        self.tables = ints[rows:].view(frame.groups, rows, width)
-        self.query_start = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self.pad()
-
-    def pad(self) -> None:
-        """Only padding rows: what a graph is captured with."""
-        wide, _narrow = self._take()
-        self._pad_from(wide, 0)
+        longs, ints = self._device[: wide * 8].view(torch.int64), self._device[wide * 8 :].view(torch.int32)
+        self.on_device = _Views.of(longs, ints, shape, groups)
+        self._fill_padding(self._staging[0][1], 0, 0)
         self._send()
 
     def fill(self, host: HostStep) -> None:
         """The rows of a step, then padding."""
-        count = len(host.rows)
-        wide, narrow = self._take()
-        wide[0, :count] = host.positions
-        wide[1, :count] = host.token_index
-        wide[2, :count] = host.slots * self._table_width + host.positions + 1
-        for group, slots in enumerate(host.kv_slots):
-            wide[3 + group, :count] = slots
-        self._pad_from(wide, count)
-        narrow[:count] = host.seq_lens
-        narrow[count : self.rows] = 0
-        tables = narrow[self.rows :].reshape(self.groups, self.rows, self.width)
-        for group, table in enumerate(host.block_tables):
-            tables[group, :count, : table.shape[1]] = table
+        count, tokens = len(host.rows), len(host.positions)
+        views = self._staging[self._next][1]
+        views.positions[:tokens] = host.positions
+        views.token_index[:tokens] = host.token_index
+        views.last_token[:count] = host.last_token
+        views.drawn_index[:count] = host.slots * self._table_width + host.starts + host.counts
+        views.seq_lens[:count] = host.seq_lens
+        views.query_start[: count + 1] = host.query_start
+        for group, (slots, table) in enumerate(zip(host.kv_slots, host.block_tables, strict=True)):
+            views.slots[group, :tokens] = slots
+            views.tables[group, :count, : table.shape[1]] = table
+        self._fill_padding(views, count, tokens)
         self._send()
 
-    def _take(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        return self._wide[self._next], self._narrow[self._next]
-
-    def _pad_from(self, wide: npt.NDArray[np.int64], count: int) -> None:
-        wide[:2, count:] = 0
-        wide[2, count:] = self._spare
-        wide[3:, count:] = -1
+    def _fill_padding(self, views: _Views, count: int, tokens: int) -> None:
+        """Padding tokens write nowhere; padding rows have no tokens, or in a decode step one padding token each."""
+        views.positions[tokens:] = 0
+        views.token_index[tokens:] = 0
+        views.slots[:, tokens:] = -1
+        views.last_token[count:] = 0
+        views.drawn_index[count:] = self._spare
+        views.seq_lens[count:] = 0
+        padding_rows = len(views.query_start) - 1 - count
+        one_each = len(views.positions) == len(views.seq_lens)
+        views.query_start[count:] = tokens + (np.arange(padding_rows + 1) if one_each else 0)
 
     def _send(self) -> None:
-        self._device.copy_(self._staging[self._next], non_blocking=True)
+        self._device.copy_(self._staging[self._next][0], non_blocking=True)
         self._next = (self._next + 1) % STAGING_BUFFERS
+
+
+def _aligned(count: int, item_bytes: int) -> int:
+    """`count` items rounded up so that what follows starts at a multiple of 16 bytes."""
+    each = 16 // item_bytes
+    return -(-count // each) * each
+
+
+def _sizes(shape: Shape, groups: int) -> tuple[int, int]:
+    """64-bit and 32-bit numbers of one input buffer."""
+    wide = (2 + groups) * _aligned(shape.tokens, 8) + 2 * _aligned(shape.rows, 8)
+    narrow = _aligned(shape.rows, 4) + _aligned(shape.rows + 1, 4) + groups * shape.rows * shape.width
+    return wide, narrow
+
+
+def _halves(buffer: npt.NDArray[np.uint8], wide_bytes: int) -> tuple[Any, Any]:
+    return buffer[:wide_bytes].view(np.int64), buffer[wide_bytes:].view(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """The parts of one input buffer, on the host (numpy) or on the device (torch)."""
+
+    positions: Any  # [T]
+    token_index: Any  # [T] place in the flattened token table
+    slots: Any  # [G, T]
+    last_token: Any  # [B]
+    drawn_index: Any  # [B] place in the flattened token table of the token to draw
+    seq_lens: Any  # [B]
+    query_start: Any  # [B + 1]
+    tables: Any  # [G, B, W]
+
+    @staticmethod
+    def of(longs: Any, ints: Any, shape: Shape, groups: int) -> _Views:
+        rows, tokens = shape.rows, shape.tokens
+        long, pair = _aligned(tokens, 8), _aligned(rows, 8)
+        after = (2 + groups) * long
+        lengths = _aligned(rows, 4)
+        table = lengths + _aligned(rows + 1, 4)
+        return _Views(
+            positions=longs[:tokens],
+            token_index=longs[long : long + tokens],
+            slots=longs[2 * long : after].reshape(groups, long)[:, :tokens],
+            last_token=longs[after : after + rows],
+            drawn_index=longs[after + pair : after + pair + rows],
+            seq_lens=ints[:rows],
+            query_start=ints[lengths : lengths + rows + 1],
+            tables=ints[table:].reshape(groups, rows, shape.width),
+        )
 
 
 class _Captured:
     """One graph with its inputs and outputs."""
 
-    def __init__(self, frame: StepFrame, inputs: _Inputs, logits: torch.Tensor | None) -> None:
-        self.frame, self.inputs, self.logits = frame, inputs, logits
-        self.graph = torch.cuda.CUDAGraph()
+    def __init__(self, frame: StepFrame, shape: Shape, device: torch.device, logits: torch.Tensor | None) -> None:
+        self.frame, self.shape, self.logits = frame, shape, logits
+        self.inputs = _Inputs(frame, shape, device)
+        self.replay: Callable[[], None]  # set when it is captured
         self.sampled: Sampled | None = None
+        views = self.inputs.on_device
         self._batches = tuple(
             AttentionBatch(
-                query_start=inputs.query_start,
-                seq_lens=inputs.seq_lens,
-                block_table=inputs.tables[group],
-                slots=inputs.slots[group],
-                max_query_len=1,
+                query_start=views.query_start,
+                seq_lens=views.seq_lens,
+                block_table=views.tables[group],
+                slots=views.slots[group],
+                max_query_len=1 if shape.decode else shape.tokens,
                 max_seq_len=frame.max_model_len,
                 block_size=frame.block_size,
-                num_decodes=inputs.rows,
+                num_decodes=shape.rows if shape.decode else 0,
             )
             for group in range(frame.groups)
         )
 
     def compute(self) -> Sampled | None:
         """The step itself: run once to warm up, once to be captured."""
-        frame, inputs = self.frame, self.inputs
-        token_ids = frame.tokens.index_select(0, inputs.token_index)
-        hidden = frame.model.forward(ForwardInputs(token_ids, inputs.positions, self._batches), frame.kv_layers)
+        frame, views = self.frame, self.inputs.on_device
+        token_ids = frame.tokens.index_select(0, views.token_index)
+        hidden = frame.model.forward(ForwardInputs(token_ids, views.positions[:], self._batches), frame.kv_layers)
+        if not self.shape.decode:
+            hidden = hidden.index_select(0, views.last_token)
         if self.logits is not None:
             frame.model.logits(hidden, out=self.logits)
             return None
         sampled = frame.sampler.take_best(frame.model.logits(hidden))
-        frame.tokens.index_copy_(0, inputs.drawn_index, sampled.token_ids)
+        frame.tokens.index_copy_(0, views.drawn_index, sampled.token_ids)
         return sampled
 
     def run(self, host: HostStep) -> Decoded:
         self.inputs.fill(host)
-        self.graph.replay()
-        count, inputs = len(host.rows), self.inputs
+        self.replay()
+        count, views = len(host.rows), self.inputs.on_device
         sampled = None if self.sampled is None else self.sampled.first(count)
-        logits = inputs.seq_lens[:0] if self.logits is None else self.logits[:count]
-        return Decoded(sampled, logits, inputs.positions[:count], inputs.drawn_index[:count])
+        logits = views.seq_lens[:0] if self.logits is None else self.logits[:count]
+        return Decoded(sampled, logits, views.drawn_index[:count])
 
 
-class DecodeGraphs:
+class StepGraphs:
     """The graphs of one engine. One thread; `frame` must outlive it."""
 
     def __init__(self, frame: StepFrame, device: torch.device) -> None:
         self._frame = frame
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
-        self._captured: dict[tuple[int, int, bool], _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._captured: dict[Shape, _Captured] = {}
         self._logits: torch.Tensor | None = None
 
-    def serves(self, host: HostStep) -> bool:
-        """True for steps of one-token rows that all draw."""
-        count = len(host.rows)
-        return 0 < count <= MAX_ROWS and host.max_query_len == 1 and len(host.sampled) == count and not host.scored
-
-    def run(self, host: HostStep, *, greedy: bool) -> Decoded:
-        """Compute a step that `serves` accepted. `greedy`: every row takes its best token (see `Sampler.is_plain`)."""
-        key = (row_bucket(len(host.rows)), width_bucket(host.block_tables[0].shape[1], self._frame.max_blocks), greedy)
-        captured = self._captured.get(key)
+    def run(self, host: HostStep, *, greedy: bool) -> Decoded | None:
+        """Compute a step; None if no graph serves it. `greedy`: every row takes its best token (see `Sampler.is_plain`)."""
+        shape = shape_of(host, self._frame.max_blocks, greedy=greedy)
+        if shape is None:
+            return None
+        captured = self._captured.get(shape)
         if captured is None:
-            captured = self._captured[key] = self._capture(*key)
+            captured = self._captured[shape] = self._capture(shape)
         return captured.run(host)
 
-    def _capture(self, rows: int, width: int, greedy: bool) -> _Captured:
+    def _capture(self, shape: Shape) -> _Captured:
         started = time.perf_counter()
-        captured = _Captured(self._frame, _Inputs(self._frame, rows, width, self._device), None if greedy else self._logits_of(rows))
+        captured = _Captured(self._frame, shape, self._device, None if shape.greedy else self._logits_of(shape.rows))
+        graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
@@ -211,12 +288,13 @@ class DecodeGraphs:
         collecting = gc.isenabled()
         gc.disable()  # a collection that frees device memory would end the capture
         try:
-            with torch.cuda.graph(captured.graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
                 captured.sampled = captured.compute()
         finally:
             if collecting:
                 gc.enable()
-        log.info("captured a decode graph for %d rows, %d blocks in %.0f ms", rows, width, (time.perf_counter() - started) * 1e3)
+        captured.replay = graph.replay
+        log.info("captured %s in %.0f ms", shape, (time.perf_counter() - started) * 1e3)
         return captured
 
     def _logits_of(self, rows: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 
 from hexad.engine.batch_state import BatchState, HostStep
 from hexad.engine.executor.seam import Masks
-from hexad.engine.graphs import Decoded, DecodeGraphs, StepFrame
+from hexad.engine.graphs import Decoded, StepFrame, StepGraphs
 from hexad.engine.kv import KVStorage
 from hexad.engine.plan import KVLayout, RowResult, StepPlan, StepResult, TokenLogprobs
 from hexad.engine.prompt_logprobs import PromptScores, num_targets, score
@@ -89,7 +89,7 @@ class Runner:
         width = self.state.table_width
         self._flat_tokens = torch.zeros(self.max_num_seqs * width + 1, dtype=torch.int64, device=self.device)  # the last cell is spare
         self._token_table = self._flat_tokens[:-1].view(self.max_num_seqs, width)
-        self._graphs = DecodeGraphs(self._frame(layout), self.device) if self.use_graphs else None
+        self._graphs = StepGraphs(self._frame(layout), self.device) if self.use_graphs else None
 
     def _frame(self, layout: KVLayout) -> StepFrame:
         return StepFrame(
@@ -115,9 +115,10 @@ class Runner:
         self._update(host)
         if not host.rows:
             return
-        if self._graphs is not None and self._graphs.serves(host) and not any(row.masked for row in host.rows):
+        if self._graphs is not None and not any(row.masked for row in host.rows):
             step.decoded = self._graphs.run(host, greedy=self.sampler.is_plain(host.sampled_slots))
-            return
+            if step.decoded is not None:
+                return
         device = step.device = to_device(host, self.state.table_width, self.state.block_size, self.device)
         inputs = ForwardInputs(self._flat_tokens.index_select(0, device.token_index), device.positions, device.attention)
         hidden = self.model.forward(inputs, self.kv.layers)
@@ -133,7 +134,7 @@ class Runner:
         if decoded is not None:
             if decoded.sampled is not None:
                 return StepOutput(step.host, decoded.sampled, step.prompt_scores)
-            return self._draw(step, decoded.logits, decoded.positions + 1, decoded.drawn_index, masks)
+            return self._draw(step, decoded.logits, decoded.drawn_index % self.state.table_width, decoded.drawn_index, masks)
         if step.hidden is None or step.device is None:
             return StepOutput(step.host, None, step.prompt_scores)
         logits = self.model.logits(step.hidden)

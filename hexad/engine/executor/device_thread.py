@@ -1,10 +1,19 @@
-"""One thread that runs device work in order, for devices that do not queue by themselves (a CPU)."""
+"""One thread that runs device work in order, for devices that do not queue by themselves (a CPU).
+
+All parallel work must come from this one thread, loading included: OpenMP keeps a team of threads for each thread that ever started one,
+and once the teams together exceed the processors it makes every parallel region sleep and wake (measured on 2 cores: a decode step of
+SmolLM2-135M takes 37 ms instead of 25).
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class DeviceThread:
@@ -18,6 +27,19 @@ class DeviceThread:
 
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
+
+    def run(self, job: Callable[[], T]) -> T:
+        """Run a job and wait for what it returns or raises."""
+        future: Future[T] = Future()
+
+        def settle() -> None:
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.submit(settle)
+        return future.result()
 
     def close(self) -> None:
         if self._thread.is_alive():

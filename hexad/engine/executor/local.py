@@ -66,8 +66,13 @@ class LocalExecutor:
 
     def load(self) -> LoadReport:
         """Read the weights and bind the operators."""
-        if self.config.device.threads:
-            torch.set_num_threads(self.config.device.threads)
+        if self.device.type != "cpu":
+            return self._load()
+        threads = self.config.device.threads or torch.get_num_threads()
+        self._thread = DeviceThread("hexad-device", lambda: torch.set_num_threads(threads))
+        return self._thread.run(self._load)
+
+    def _load(self) -> LoadReport:
         started = time.perf_counter()
         store = open_weights(self.files, self.spec, self.config.model.load_format)
         opened = time.perf_counter()
@@ -153,9 +158,6 @@ class LocalExecutor:
         if layout.block_size != self.block_size:
             raise ConfigError(f"block size is {layout.block_size}, the operators were bound for {self.block_size}: use that")
         self.runner.allocate(layout, self.kv_dtype)
-        if self.device.type == "cpu" and self._thread is None:
-            threads = torch.get_num_threads()
-            self._thread = DeviceThread("hexad-device", lambda: torch.set_num_threads(threads))
 
     def execute(self, plan: StepPlan) -> LocalStep:
         """Queue the forward pass of one plan."""
