@@ -6,14 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from jobs_linear import OPS, choices
 from timing import capture, median_us
 from torch.profiler import ProfilerActivity, profile
 
-from hexad.operators.args import AttentionArgs, LinearArgs, NormArgs, RopeKVArgs
+from hexad.operators.args import AttentionArgs, NormArgs, RopeKVArgs
 from hexad.operators.batch import AttentionBatch, KVPages
 from hexad.operators.fused import FusedLinearArgs
 from hexad.operators.load import load_operators
 from hexad.operators.triton.argmax import Argmax
+from hexad.operators.triton.tuning import Choice, bucket
 
 SHAPES = {
     "llama-3.1-8b": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "dim": 128, "width": 14336, "vocab": 128256},
@@ -47,12 +49,19 @@ class Step:
             return bound.call
 
         norm = NormArgs(hidden, 1e-5, dtype, "cuda")
-        self.norm, self.add_norm = bind("rms_norm", norm), bind("add_rms_norm", norm)
-        self.linears = [bind("linear", LinearArgs(i, o, False, dtype, "cuda")) for o, i in self._sizes(qkv, hidden, heads * dim, width)]
-        self.lm_head = bind("linear", LinearArgs(hidden, vocab, False, dtype, "cuda"))
+        self.norm = bind("rms_norm", norm)
+        self.products = {}
+        for label, out, inside in (
+            ("qkv", qkv, hidden),
+            ("o", hidden, heads * dim),
+            ("gate_up", 2 * width, hidden),
+            ("down", hidden, width),
+            ("head", vocab, hidden),
+        ):
+            args = FusedLinearArgs(inside, out, False, dtype, "cuda", "silu" if label == "gate_up" else "")
+            self.products[label] = bind(OPS[label], args.linear if OPS[label] == "linear" else args)
         self.rope = bind("rope_kv_write", RopeKVArgs(heads, kv_heads, dim, dim, False, False, 0.0, dtype, dtype, "cuda"))
         self.attention = bind("paged_attention", AttentionArgs(heads, kv_heads, dim, dim**-0.5, None, None, block, dtype, dtype, "cuda"))
-        self.gate_up = bind("gated_linear", FusedLinearArgs(hidden, 2 * width, False, dtype, "cuda", "silu"))
         self.argmax = Argmax(vocab)
         per_row = -(-(context + 1) // block)
         blocks = batch * per_row
@@ -68,24 +77,46 @@ class Step:
         self.starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
         self.slots = self.table[:, context // block].long() * block + context % block
 
-    @staticmethod
-    def _sizes(qkv: int, hidden: int, inner: int, width: int) -> list[tuple[int, int]]:
-        return [(qkv, hidden), (hidden, inner), (2 * width, hidden), (hidden, width)]
-
     def attention_batch(self) -> AttentionBatch:
         return AttentionBatch(self.starts, self.lengths, self.table, self.slots, 1, self.context + 1, self.block, self.batch_size)
 
     def run(self) -> torch.Tensor:
         """One step; the tokens drawn are the next step's input."""
-        batch = self.attention_batch()
-        residual = torch.nn.functional.embedding(self.tokens, self.embedding)
-        x = self.norm(residual, self.gain)
+        batch, product = self.attention_batch(), self.products
+        h = torch.nn.functional.embedding(self.tokens, self.embedding)
         for weights, kv in zip(self.weights, self.pages, strict=True):
-            q = self.rope(self.linears[0](x, weights[0]), self.positions, self.cos_sin, self.slots, kv)
-            x, residual = self.add_norm(self.linears[1](self.attention(q, kv, batch), weights[1]), residual, self.gain)
-            x, residual = self.add_norm(self.linears[3](self.gate_up(x, weights[2]), weights[3]), residual, self.gain)
-        self.tokens.copy_(self.argmax(self.lm_head(x, self.head)))
+            q = self.rope(product["qkv"](self.norm(h, self.gain), weights[0]), self.positions, self.cos_sin, self.slots, kv)
+            h = product["o"](self.attention(q, kv, batch), h, weights[1])
+            h = product["down"](product["gate_up"](self.norm(h, self.gain), weights[2]), h, weights[3])
+        x = self.norm(h, self.gain)
+        self.tokens.copy_(self.argmax(product["head"](x, self.head)))
         return x
+
+    def graph_us(self) -> float:
+        graph, _ = capture([self.run], 1)
+        graph.replay()
+        return median_us(graph.replay, 7)
+
+    def tune(self) -> dict[str, list]:
+        """The fastest kernel of each product inside the whole step, one product after another: "op,out,in" -> choice."""
+        found, size = {}, bucket(self.batch_size)
+        for label in ("gate_up", "down", "qkv", "o", "head"):
+            product = self.products[label].product
+            op, out, inside = product.op, product.args.out_features, product.args.in_features
+            times = {}
+            for choice in choices(op, out, inside, self.batch_size):
+                product.set_choice(size, choice)
+                times[choice] = self.graph_us()
+            best = min(times, key=times.__getitem__)
+            product.set_choice(size, best)
+            found[f"{op},{out},{inside}"] = list(vars(best).values())
+            ranked = sorted(times.items(), key=lambda pair: pair[1])
+            shown = "; ".join(f"{us:.0f} {','.join(map(str, vars(c).values()))}" for c, us in ranked[:4])
+            print(
+                f"batch {self.batch_size} {label} {out}x{inside}: library {times[Choice('library')]:.0f}; {shown}; worst {ranked[-1][1]:.0f}",
+                flush=True,
+            )
+        return found
 
     def floor_us(self, read_gb_s: float, tflop_s: float) -> float:
         """Weights and keys once through memory, or the arithmetic of the products."""
@@ -94,9 +125,12 @@ class Step:
         return max(2 * count / read_gb_s / 1e3, 2 * count * self.batch_size / tflop_s / 1e6) + kv / read_gb_s / 1e3
 
 
-def measure(name: str, batch: int, context: int, read_gb_s: float, tflop_s: float) -> dict[str, Any]:
+def measure(name: str, batch: int, context: int, read_gb_s: float, tflop_s: float, table: dict | None) -> dict[str, Any]:
     """Time of a replayed and of an eager step, and where the replayed one's time goes by kernel."""
     step = Step(name, batch, context)
+    if table is not None and bucket(batch) is not None:
+        for problem, choice in step.tune().items():
+            table.setdefault(problem, {})[str(batch)] = choice
     first = step.run().clone()
     graph, _ = capture([step.run], 1)
     graph.replay()

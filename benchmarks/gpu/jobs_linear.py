@@ -9,45 +9,60 @@ from timing import Job, Made, relative_error
 from hexad.operators.fused import FusedLinearArgs
 from hexad.operators.triton.linear import Product
 from hexad.operators.triton.rows import bind_gated_act
-from hexad.operators.triton.tuning import BUCKETS, Choice
+from hexad.operators.triton.tuning import Choice
 
-GEMV = [(2, 2048, 4, 0), (2, 2048, 4, 2048), (1, 2048, 4, 0), (1, 2048, 4, 2048), (4, 1024, 4, 1024), (4, 2048, 8, 0), (2, 1024, 2, 1024)]
+GEMV = [(2, 2048, 4, 0), (2, 2048, 4, 2048), (1, 2048, 4, 0), (4, 1024, 4, 1024), (4, 2048, 8, 0), (2, 1024, 2, 1024), (1, 4096, 4, 0)]
+WARP = [
+    (16, 128, 4),
+    (16, 64, 4),
+    (16, 64, 8),
+    (16, 128, 8),
+    (32, 64, 4),
+    (32, 64, 8),
+    (32, 128, 4),
+    (16, 256, 4),
+    (16, 128, 2),
+]  # block_n, step, warps
 SKINNY = [  # block_n, block_k, warps, stages, prefetch
-    (16, 256, 4, 4, 1024), (16, 256, 4, 4, 4096), (32, 128, 2, 6, 1024), (32, 128, 2, 6, 4096), (32, 256, 4, 4, 0), (32, 256, 4, 4, 1024),
-    (32, 256, 4, 4, 4096), (32, 256, 4, 6, 2048), (32, 512, 4, 3, 2048), (64, 128, 4, 4, 1024), (64, 256, 8, 3, 1024),
-    (32, 512, 8, 4, 1024),
+    (32, 256, 4, 4, 0), (32, 256, 4, 4, 1024), (32, 256, 4, 6, 2048), (32, 256, 4, 4, 4096), (16, 256, 4, 4, 1024),
 ]  # fmt: skip
 STREAM = [  # block_n, block_k, warps, stages, split, prefetch
     (128, 64, 4, 4, 1, 512), (128, 64, 4, 6, 1, 512), (128, 128, 4, 3, 1, 512), (64, 128, 4, 4, 1, 1024), (64, 128, 4, 6, 1, 0),
-    (128, 64, 4, 4, 4, 512), (128, 64, 4, 6, 4, 512), (128, 128, 4, 3, 4, 512), (64, 128, 4, 4, 2, 1024), (64, 128, 4, 6, 2, 1024),
-    (64, 128, 4, 4, 4, 512), (128, 128, 8, 4, 4, 512), (128, 64, 4, 4, 2, 512), (128, 128, 4, 4, 8, 512),
+    (64, 128, 4, 6, 1, 2048), (128, 64, 4, 6, 4, 512), (128, 128, 4, 3, 4, 512), (64, 128, 4, 4, 2, 1024), (64, 128, 4, 6, 2, 1024),
+    (64, 128, 4, 4, 4, 512), (128, 128, 8, 4, 4, 512), (128, 128, 4, 3, 2, 1024),
 ]  # fmt: skip
 SHAPES = {
     "llama-3.1-8b": [("qkv", 6144, 4096), ("o", 4096, 4096), ("gate_up", 28672, 4096), ("down", 4096, 14336), ("head", 128256, 4096)],
     "llama-3.2-1b": [("qkv", 3072, 2048), ("o", 2048, 2048), ("gate_up", 16384, 2048), ("down", 2048, 8192), ("head", 128256, 2048)],
 }
-FUSED = {"gate_up": "gated_linear"}
+OPS = {"qkv": "linear", "o": "linear_add", "gate_up": "gated_linear", "down": "linear_add", "head": "linear"}
 
 
 def choices(op: str, out: int, inside: int, rows: int) -> list[Choice]:
+    """What may serve one problem, the library first."""
+    width = out // 2 if op == "gated_linear" else out
     own = [Choice("gemv", n, k, warps, prefetch=ahead) for n, k, warps, ahead in GEMV] if rows == 1 else []
+    if 1 < rows <= 32:
+        warp = [Choice("warp", n, k, warps, 1, max(8, rows)) for n, k, warps in WARP]
+        own += [c for c in warp if inside % (c.warps * c.block_k) == 0 and (rows <= 16 or c.block_n == 32)]
     if 1 < rows <= 16:
         own += [Choice("skinny", n, k, warps, stages, 16, prefetch=ahead) for n, k, warps, stages, ahead in SKINNY]
     if rows > 1:
         wide = [Choice("stream", n, k, warps, stages, max(16, rows), split, ahead) for n, k, warps, stages, split, ahead in STREAM]
-        width = out // 2 if op == "gated_linear" else out
-        own += [c for c in wide if width % c.block_n == 0 and inside % (c.split * c.block_k) == 0 and fits(op, width, c)]
+        own += [c for c in wide if width % c.block_n == 0 and inside % (c.split * c.block_k) == 0 and fits(op, width, rows, c)]
     return [Choice("library"), *own]
 
 
-def fits(op: str, width: int, choice: Choice) -> bool:
-    """Split only where one program a block of outputs would leave processors idle."""
+def fits(op: str, width: int, rows: int, choice: Choice) -> bool:
+    """Splits where one program a block of outputs would leave processors idle; stages that shared memory holds."""
     programs = width // choice.block_n
-    return (choice.split == 1 or (op == "linear" and programs < 200)) and 48 <= programs * choice.split <= 4096
+    tiles = choice.block_n * (2 if op == "gated_linear" else 1) + max(16, rows)
+    small = tiles * choice.block_k * 2 * choice.stages <= 225 * 1024
+    return small and (choice.split == 1 or (op != "gated_linear" and programs < 200)) and 48 <= programs * choice.split <= 4096
 
 
 def product_job(op: str, out: int, inside: int, rows: int, choice: Choice, label: str) -> Job:
-    gated = op == "gated_linear"
+    gated, added = op == "gated_linear", op == "linear_add"
     width = out // 2 if gated else out
 
     def make(copies: int) -> Made:
@@ -57,15 +72,21 @@ def product_job(op: str, out: int, inside: int, rows: int, choice: Choice, label
         xs = [torch.randn(rows, inside, device="cuda").bfloat16() for _ in range(copies)]
         weights = [(torch.randn(out, inside, device="cuda") * inside**-0.5).bfloat16() for _ in range(copies)]
 
+        residual = torch.zeros(rows, width, device="cuda", dtype=torch.bfloat16) if added else None
+
         def call(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
             if choice.kind != "library":
-                return product.few(x, (weight, None), None)
+                return product.few(x, (weight, None), residual)
+            if residual is not None:
+                return residual.addmm_(x, weight.t())
             return F.linear(x, weight) if act is None else act(F.linear(x, weight))
 
         def check() -> float:
             y = xs[0].float() @ weights[0].float().t()
             if gated:
                 y = F.silu(y[:, :width]) * y[:, width:]
+            if residual is not None:
+                y += residual.normal_().float()
             return relative_error(call(xs[0], weights[0]), y)
 
         return [lambda x=x, w=w: call(x, w) for x, w in zip(xs, weights, strict=True)], check
@@ -82,24 +103,6 @@ def jobs(models: list[str], buckets: list[int]) -> list[Job]:
     for model in models:
         for label, out, inside in SHAPES[model]:
             for rows in buckets:
-                for op in filter(None, ("linear", FUSED.get(label))):
-                    made += [product_job(op, out, inside, rows, choice, f"{model} {label}") for choice in choices(op, out, inside, rows)]
+                op = OPS[label]
+                made += [product_job(op, out, inside, rows, choice, f"{model} {label}") for choice in choices(op, out, inside, rows)]
     return made
-
-
-def tuned(rows: list[dict]) -> dict[str, dict[str, list]]:
-    """The fastest choice of each problem, as the shipped table has it; buckets that were not measured take the next larger one's."""
-    best: dict[str, dict[int, dict]] = {}
-    for row in rows:
-        if row["section"] == "linear":
-            problem = best.setdefault(f"{row['op']},{row['out']},{row['in']}", {})
-            if row["rows"] not in problem or row["us"] < problem[row["rows"]]["us"]:
-                problem[row["rows"]] = row
-    table: dict[str, dict[str, list]] = {}
-    for problem, by_rows in best.items():
-        table[problem] = {}
-        for bucket in BUCKETS:
-            measured = next((size for size in sorted(by_rows) if size >= bucket and (bucket > 1 or size == 1)), None)
-            if measured is not None:
-                table[problem][str(bucket)] = by_rows[measured]["choice"]
-    return table

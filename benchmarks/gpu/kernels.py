@@ -21,8 +21,6 @@ import jobs_rows
 import torch
 from timing import Job, calibrate, graph_us, median_us
 
-from hexad.operators.triton import tuning
-
 SHOWN = ("gb_s", "tflop_s", "floor_us", "share", "eager_us", "launcher_us", "triton_us", "torch_add_us")
 MODELS = list(jobs_linear.SHAPES)
 
@@ -137,6 +135,7 @@ def main() -> None:
     parser.add_argument("--sections", default="linear,decode,prefill,rows,step,host")
     parser.add_argument("--models", default=MODELS[0])
     parser.add_argument("--buckets", default="1,8,16,32,64")
+    parser.add_argument("--isolated", action="store_true", help="also time each product alone")
     parser.add_argument("--shards", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--shard", type=int)
     options = parser.parse_args()
@@ -165,20 +164,20 @@ def main() -> None:
             if error > job.tolerance:
                 print("WRONG", job.name, error, flush=True)
                 continue
-            keep(time_job(job) | {"error": error})
+            if job.section != "linear" or options.isolated:  # products are timed inside a whole step
+                keep(time_job(job) | {"error": error})
         if "host" in sections:
             keep(host_launch_us())
-        found = jobs_linear.tuned(rows)
-        if found:
-            (options.out / "tuning.json").write_text(json.dumps({torch.cuda.get_device_name(): found}, indent=1))
-            tuning.table().setdefault(torch.cuda.get_device_name(), {}).update(found)
         if "step" in sections:
+            table: dict[str, dict[str, list]] = {}
             for model in models:
-                for batch, context in ((1, 256), (8, 194), (64, 384), (256, 194)):
-                    row = decode_step.measure(model, batch, context, calibration["read_gb_s"], calibration["bf16_tflop_s"])
+                for batch, context in ((1, 256), (8, 194), (16, 256), (32, 256), (64, 384), (256, 194)):
+                    found = table if "linear" in sections else None
+                    row = decode_step.measure(model, batch, context, calibration["read_gb_s"], calibration["bf16_tflop_s"], found)
                     keep(row)
                     print(row["name"], f"{row['us']:.0f} us, busy {row['busy_us']:.0f}:", row["kernels"], flush=True)
                     torch.cuda.empty_cache()
+            (options.out / "tuning.json").write_text(json.dumps({torch.cuda.get_device_name(): table}, indent=1))
         keep({"section": "host", "name": "wall", "us": (time.time() - begin) * 1e6, "again": median_us(lambda: None)})
     best(rows)
 

@@ -168,6 +168,33 @@ def test_stream_products(rows, split):
         assert_close(out, torch.nn.functional.silu(gate) * up, dtype)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="Gluon kernels run on the card only")
+@pytest.mark.parametrize(
+    ("rows", "block_n", "step", "warps"), [(2, 16, 128, 4), (8, 32, 64, 4), (11, 16, 64, 8), (16, 32, 128, 2), (32, 32, 32, 4)]
+)
+def test_warp_products(rows, block_n, step, warps):
+    """Alone, with bias, gated, and added to a residual."""
+    from hexad.operators.triton.linear import Product
+    from hexad.operators.triton.tuning import Choice
+
+    fresh_seed()
+    dtype = random.choice(HALVES)
+    inside, outside = 1536, 320
+    choice = Choice("warp", block_n, step, warps, 1, 8 if rows <= 8 else 16 if rows <= 16 else 32)
+    x, weight = draw(rows, inside, dtype=dtype), draw(outside, inside, dtype=dtype, scale=inside**-0.5)
+    bias, residual = draw(outside, dtype=dtype), draw(rows, outside, dtype=dtype)
+    for given in (None, bias):
+        args = FusedLinearArgs(inside, outside, given is not None, dtype, DEVICE)
+        plain = product_64(x, weight, given)
+        assert_close(Product(args, "linear", choice).few(x, (weight, given), None), plain, dtype)
+        total = residual.clone()
+        assert_close(Product(args, "linear_add", choice).few(x, (weight, given), total), residual.double().cpu() + plain, dtype)
+        gated = FusedLinearArgs(inside, outside, given is not None, dtype, DEVICE, activation="gelu_tanh")
+        gate, up = plain.chunk(2, -1)
+        expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        assert_close(Product(gated, "gated_linear", choice).few(x, (weight, given), None), expected, dtype, slack=2.0)
+
+
 def test_argmax_prefers_the_lowest_id():
     from hexad.operators.triton.argmax import Argmax
 

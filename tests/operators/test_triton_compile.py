@@ -18,6 +18,12 @@ from hexad.operators.triton.launch import Launcher, Target
 from hexad.operators.triton.prefill_hopper import page_layout
 from hexad.operators.triton.tuning import Choice
 
+CHOICES = [
+    Choice("gemv", 2, 2048, 4),
+    Choice("warp", 16, 128, 4, 1, 8),
+    Choice("skinny", 32, 256, 4, 4, 16, prefetch=1024),
+    Choice("stream", 128, 64, 4, 4, 64),
+]
 ARCHES = [80, 89, 90]
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes a program may use
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv"}
@@ -112,9 +118,7 @@ def test_rows(arch, monkeypatch):
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize(
-    "choice", [Choice("gemv", 2, 2048, 4), Choice("skinny", 32, 256, 4, 4, 16, prefetch=1024), Choice("stream", 128, 64, 4, 4, 64)]
-)
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.kind)
 def test_products(choice, arch, monkeypatch):
     monkeypatch.setattr(linear, "target", lambda: Target(arch, 132, "test"))
     args = FusedLinearArgs(4096, 28672, False, torch.bfloat16, "cuda", activation="silu")
@@ -124,9 +128,11 @@ def test_products(choice, arch, monkeypatch):
         kernel = compiled(launcher, ["*bf16", "*bf16", desc, "*bf16", "i32"], arch)
         assert ("wgmma" in kernel.asm["ptx"]) == (arch >= 90)
     else:
-        kernel = compiled(launcher, ["*bf16"] * 5 + (["i32"] if choice.kind == "skinny" else []), arch)
-        assert ("mma.sync" in kernel.asm["ptx"]) == (choice.kind == "skinny")
+        kernel = compiled(launcher, ["*bf16"] * 5 + (["i32"] if choice.kind != "gemv" else []), arch)
+        assert ("mma.sync" in kernel.asm["ptx"]) == (choice.kind != "gemv")
         assert ("prefetch.global.L2" in kernel.asm["ptx"]) == (arch >= 90 and choice.prefetch > 0)
+        if choice.kind == "warp":
+            assert "evict_first.v4" in kernel.asm["ptx"] and "ldmatrix" not in kernel.asm["ptx"]
 
 
 def test_argmax():

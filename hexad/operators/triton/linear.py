@@ -17,6 +17,7 @@ from hexad.operators.triton.gemv import finish_kernel, gemv_kernel, skinny_kerne
 from hexad.operators.triton.launch import INTERPRETED, Launcher, target
 from hexad.operators.triton.rows import bind_gated_act
 from hexad.operators.triton.tuning import BUCKETS, Choice, bucket, choose
+from hexad.operators.triton.warp_product import warp_product_kernel
 
 Few = Callable[[torch.Tensor, Prepared, torch.Tensor | None], torch.Tensor]
 FINISH_BLOCK = 1024
@@ -44,9 +45,16 @@ class Product:
         made = self._made.get(key)
         if made is None:
             choice = self.choices[size]
-            make = {"gemv": self._gemv, "skinny": self._skinny, "stream": self._stream}[choice.kind]
+            make = {"gemv": self._gemv, "skinny": self._skinny, "warp": self._skinny, "stream": self._stream}[choice.kind]
             made = self._made[key] = make(choice, x.stride(0), residual is not None)
         return made(x, prepared, residual)
+
+    def set_choice(self, size: int, choice: Choice) -> None:
+        """Serve bucket `size` with `choice` from now on."""
+        self.choices[size] = choice
+        for key in [key for key in self._made if key[0] == size]:
+            del self._made[key]
+        self._descriptors.clear()
 
     def launcher(self, choice: Choice, stride: int, residual: bool) -> Launcher:
         """The kernel of `choice` for rows of `x` that are `stride` apart."""
@@ -58,6 +66,10 @@ class Product:
         kernel: Any
         if choice.kind == "gemv":
             kernel, constants = gemv_kernel, shape | tiles | around | last
+        elif choice.kind == "warp":
+            assert self.out % choice.block_n == 0 and self.args.in_features % (choice.warps * choice.block_k) == 0, choice
+            steps = {"BLOCK_N": choice.block_n, "STEP": choice.block_k, "WARPS": choice.warps}
+            kernel, constants = warp_product_kernel, shape | many | steps | around | {"PDL": self.on.tensor_copies}
         elif choice.kind == "skinny":
             kernel, constants = skinny_kernel, shape | many | tiles | {"STAGES": choice.stages} | around | last
         else:
@@ -132,6 +144,7 @@ def bind_linear(args: LinearArgs) -> Kernel:
         out = product.few(x, prepared, None)
         return F.linear(x, prepared[0], prepared[1]) if out is None else out
 
+    linear.product = product  # type: ignore[attr-defined]  # what tuning changes
     return linear
 
 
@@ -146,6 +159,7 @@ def bind_gated_linear(args: FusedLinearArgs) -> Kernel:
             out = act(linear(x, prepared))
         return out
 
+    gated_linear.product = product  # type: ignore[attr-defined]  # what tuning changes
     return gated_linear
 
 
@@ -160,4 +174,5 @@ def bind_linear_add(args: FusedLinearArgs) -> Kernel:
                 residual.add_(bias)
         return residual
 
+    linear_add.product = product  # type: ignore[attr-defined]  # what tuning changes
     return linear_add

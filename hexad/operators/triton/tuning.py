@@ -14,7 +14,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # rows; above the last the library's GEMM se
 class Choice:
     """One kernel and its tiles. `kind` "library" has none."""
 
-    kind: str  # library | gemv | skinny | stream
+    kind: str  # library | gemv | warp | skinny | stream
     block_n: int = 0
     block_k: int = 0
     warps: int = 4
