@@ -49,7 +49,7 @@ class EngineClient:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost engine is dead: its requests are gone, a new client starts afresh
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 60_000)  # a lost engine is dead to this client; -1 would drop its last messages
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
         self._codec_out: Codec[ToCore] = Codec(ToCore)
@@ -62,6 +62,8 @@ class EngineClient:
         self._on_death: list[Callable[[EngineDeadError], None]] = []
         self._silence_timeout_s = silence_timeout_s
         self._heard_at = time.monotonic()
+        self._num_frames = 0
+        self._disconnected = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -229,6 +231,7 @@ class EngineClient:
         while True:
             frame = await self._socket.recv()
             self._heard_at = time.monotonic()
+            self._num_frames += 1
             try:
                 self._handle(self._codec_in.decode(frame))
             except Exception:  # a reader that dies would hang every stream
@@ -250,9 +253,10 @@ class EngineClient:
                     future.set_exception(HexadError(message.error))
 
     async def _watch_connection(self) -> None:
-        event = await recv_monitor_message(self._monitor)
-        log.debug("engine connection lost: %s", event)
+        await recv_monitor_message(self._monitor)
+        self._disconnected.set()
         if self.process is None:  # a spawned engine reports its end, with the exit code, through the status pipe
+            await self._read_the_rest()
             self._die("the connection to the engine process was lost")
 
     async def _watch_silence(self) -> None:
@@ -263,16 +267,26 @@ class EngineClient:
                 self._die(f"the engine process has been silent for {silent_s:.0f} s (limit {self._silence_timeout_s:g} s)")
 
     def _engine_gone(self) -> None:
-        assert self.process is not None
-        asyncio.get_running_loop().call_later(0.01, self._report_exit, 100)
+        self._tasks.append(asyncio.get_running_loop().create_task(self._report_exit()))
 
-    def _report_exit(self, tries: int) -> None:
-        """The status pipe ends a moment before the exit code is known."""
+    async def _report_exit(self) -> None:
+        """The process ended: its last words come first, and the exit code is known a moment later."""
         assert self.process is not None
-        if self.process.exit_code is None and tries > 0:
-            asyncio.get_running_loop().call_later(0.01, self._report_exit, tries - 1)
-            return
+        await self._read_the_rest()
+        for _ in range(100):
+            if self.process.exit_code is not None:
+                break
+            await asyncio.sleep(0.01)
         self._die(f"the engine process ended (exit code {self.process.exit_code})")
+
+    async def _read_the_rest(self) -> None:
+        """Wait until the reader has taken in all that the engine sent before it went."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._disconnected.wait(), 2.0)
+        heard = -1
+        while heard != self._num_frames:
+            heard = self._num_frames
+            await asyncio.sleep(0.02)
 
     def _die(self, reason: str) -> None:
         if self._death is not None or self._closed:
