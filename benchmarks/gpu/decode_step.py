@@ -51,13 +51,8 @@ class Step:
         norm = NormArgs(hidden, 1e-5, dtype, "cuda")
         self.norm = bind("rms_norm", norm)
         self.products = {}
-        for label, out, inside in (
-            ("qkv", qkv, hidden),
-            ("o", hidden, heads * dim),
-            ("gate_up", 2 * width, hidden),
-            ("down", hidden, width),
-            ("head", vocab, hidden),
-        ):
+        sizes = {"qkv": (qkv, hidden), "o": (hidden, heads * dim), "gate_up": (2 * width, hidden), "down": (hidden, width)}
+        for label, (out, inside) in (sizes | {"head": (vocab, hidden)}).items():
             args = FusedLinearArgs(inside, out, False, dtype, "cuda", "silu" if label == "gate_up" else "")
             self.products[label] = bind(OPS[label], args.linear if OPS[label] == "linear" else args)
         self.rope = bind("rope_kv_write", RopeKVArgs(heads, kv_heads, dim, dim, False, False, 0.0, dtype, dtype, "cuda"))
@@ -112,10 +107,8 @@ class Step:
             found[f"{op},{out},{inside}"] = list(vars(best).values())
             ranked = sorted(times.items(), key=lambda pair: pair[1])
             shown = "; ".join(f"{us:.0f} {','.join(map(str, vars(c).values()))}" for c, us in ranked[:4])
-            print(
-                f"batch {self.batch_size} {label} {out}x{inside}: library {times[Choice('library')]:.0f}; {shown}; worst {ranked[-1][1]:.0f}",
-                flush=True,
-            )
+            library, worst = times[Choice("library")], ranked[-1][1]
+            print(f"batch {self.batch_size} {label} {out}x{inside}: library {library:.0f}; {shown}; worst {worst:.0f}", flush=True)
         return found
 
     def floor_us(self, read_gb_s: float, tflop_s: float) -> float:

@@ -19,6 +19,7 @@ ROPES = [
     (4, 2, 128, 64, False, True),
     (2, 1, 64, 0, False, False),
 ]
+WARP_TILES = [(2, 16, 128, 4), (8, 32, 64, 4), (11, 16, 64, 8), (16, 32, 128, 2), (32, 32, 32, 4)]
 HALVES = [dtype for dtype in DTYPES if dtype != torch.float32]
 
 
@@ -169,9 +170,7 @@ def test_stream_products(rows, split):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Gluon kernels run on the card only")
-@pytest.mark.parametrize(
-    ("rows", "block_n", "step", "warps"), [(2, 16, 128, 4), (8, 32, 64, 4), (11, 16, 64, 8), (16, 32, 128, 2), (32, 32, 32, 4)]
-)
+@pytest.mark.parametrize(("rows", "block_n", "step", "warps"), WARP_TILES)
 def test_warp_products(rows, block_n, step, warps):
     """Alone, with bias, gated, and added to a residual."""
     from hexad.operators.triton.linear import Product

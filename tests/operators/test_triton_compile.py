@@ -132,7 +132,7 @@ def test_products(choice, arch, monkeypatch):
         assert ("mma.sync" in kernel.asm["ptx"]) == (choice.kind != "gemv")
         assert ("prefetch.global.L2" in kernel.asm["ptx"]) == (arch >= 90 and choice.prefetch > 0)
         if choice.kind == "warp":
-            assert "evict_first.v4" in kernel.asm["ptx"] and "ldmatrix" not in kernel.asm["ptx"]
+            assert ".v4.b32" in kernel.asm["ptx"] and "ldmatrix" not in kernel.asm["ptx"]
 
 
 def test_argmax():
