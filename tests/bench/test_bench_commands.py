@@ -253,3 +253,24 @@ def test_floors_take_careful_figures_where_the_registry_has_them():
     assert session.calibrated_device(burst).rate("bf16") == 684e12
     unknown = session.calibrated_device(burst | {"device": "NVIDIA B900"})
     assert unknown.rate("bf16") == 776e12 and unknown.read_bytes_s.value == 4.0e12
+
+
+def test_a_real_interrupt_leaves_a_valid_partial_file(tmp_path):
+    import signal
+    import sys
+    import time
+
+    path = tmp_path / "r.json"
+    command = [sys.executable, "-m", "hexad", "bench", "offline", "--model", "llama-3.2-1b", "-o", "device=fake:0.01", "--requests", "4",
+               "--input-len", "8", "--output-len", "4000", "--json", str(path)]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    for _ in range(300):  # until it measures: the file is there from then on
+        if path.exists():
+            break
+        time.sleep(0.1)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    saved = json.loads(path.read_text())
+    assert process.returncode == 130 and "interrupted" in errors
+    assert saved["partial"] is True and saved["metrics"]["output_tok_s"] > 0
