@@ -157,7 +157,10 @@ class LocalExecutor:
         """Make the KV pool; the executor is then ready for plans. Called again (no step in flight), it forgets every request."""
         if layout.block_size != self.block_size:
             raise ConfigError(f"block size is {layout.block_size}, the operators were bound for {self.block_size}: use that")
-        self.runner.allocate(layout, self.kv_dtype)
+        if self._thread is None:
+            self.runner.allocate(layout, self.kv_dtype)
+        else:
+            self._thread.run(lambda: self.runner.allocate(layout, self.kv_dtype))
 
     def execute(self, plan: StepPlan) -> LocalStep:
         """Queue the forward pass of one plan."""
