@@ -259,11 +259,13 @@ def test_a_real_interrupt_leaves_a_valid_partial_file(tmp_path):
     import signal
     import sys
     import time
+    from functools import partial
 
     path = tmp_path / "r.json"
     command = [sys.executable, "-m", "hexad", "bench", "offline", "--model", "llama-3.2-1b", "-o", "device=fake:0.01", "--requests", "4",
                "--input-len", "8", "--output-len", "4000", "--json", str(path)]  # fmt: skip
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore interrupts
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     for _ in range(300):  # until it measures: the file is there from then on
         if path.exists():
             break
