@@ -99,7 +99,7 @@ def host_launch_us() -> dict:
     x, weight = torch.randn(1, 4096, device="cuda").bfloat16(), torch.randn(4096, device="cuda").bfloat16()
     norm = bind_rms_norm(NormArgs(4096, 1e-5, torch.bfloat16, "cuda"))
     out = torch.empty_like(x)
-    plain = lambda: rms_norm_kernel[(1,)](x, x, weight, out, 4096, 4096, 4096, 1e-5, False, False, num_warps=8)  # noqa: E731
+    plain = lambda: rms_norm_kernel[(1,)](x, x, weight, out, 4096, 4096, 4096, 1e-5, False, True, False, num_warps=8)  # noqa: E731
     result = {"section": "host", "name": "launch", "us": 0.0}
     for label, call in (("launcher", lambda: norm(x, weight)), ("triton", plain), ("torch_add", lambda: out.add_(1))):
         for _ in range(20):
