@@ -102,7 +102,9 @@ class Session:
         from hexad.bench.spawned import SpawnedServer
 
         note("starting a server", self.quiet)
-        with SpawnedServer(resolve_model(self.target.model), self.target.options) as server:
+        shape = is_shape(self.target.model)
+        options = ({"load_format": "dummy"} if shape else {}) | self.target.options
+        with SpawnedServer(resolve_model(self.target.model), options, self._vocab_size if shape else None) as server:
             self._run_one(replace(self.target, base_url=server.url, spawn=False), made, server.pid, last=False)
         inside: list[Job] = [(load, {**result, "metrics": {}, "flags": []}, None) for load, result, _ in made]
         note("the same in this process", self.quiet)

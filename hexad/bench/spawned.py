@@ -10,17 +10,21 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hexad.bench.standin import write_tokenizer
 from hexad.common.errors import HexadError
 
 
 class SpawnedServer:
     """Starts on a free port, is ready when its block begins, and is stopped when it ends."""
 
-    def __init__(self, model: str, options: Mapping[str, Any], timeout_s: float = 600.0) -> None:
-        self._model, self._options, self._timeout_s = model, options, timeout_s
+    def __init__(self, model: str, options: Mapping[str, Any], vocab_size: int | None = None, timeout_s: float = 600.0) -> None:
+        """`vocab_size`: the model has no tokenizer, give the server one for that many ids."""
+        self._model, self._options, self._vocab_size, self._timeout_s = model, options, vocab_size, timeout_s
+        self._folder = tempfile.TemporaryDirectory(prefix="hexad-bench-")
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the server runs)
 
     def __enter__(self) -> SpawnedServer:
@@ -40,6 +44,9 @@ class SpawnedServer:
             "warning",
             *flags(self._options),
         ]
+        if self._vocab_size is not None:
+            write_tokenizer(Path(self._folder.name), self._vocab_size)
+            command += ["--tokenizer", self._folder.name]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
         try:
             self._wait()
@@ -79,6 +86,7 @@ class SpawnedServer:
                 self._process.kill()
                 self._process.wait()
         self._log.close()
+        self._folder.cleanup()
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:

@@ -199,9 +199,9 @@ def test_spawn_measures_the_server_and_then_this_process(tmp_path, timed_server,
     server, path = timed_server(ttft_s=0.02, itl_s=0.002), tmp_path / "r.json"
 
     class Stub:
-        def __init__(self, model, options):
+        def __init__(self, model, options, vocab_size):
             self.url, self.pid = server.url, None
-            assert options == {"device": "fake"}
+            assert options == {"device": "fake", "load_format": "dummy"} and vocab_size == 128256
 
         def __enter__(self):
             return self
@@ -276,3 +276,14 @@ def test_a_real_interrupt_leaves_a_valid_partial_file(tmp_path):
     saved = json.loads(path.read_text())
     assert process.returncode == 130 and "interrupted" in errors
     assert saved["partial"] is True and saved["metrics"]["output_tok_s"] > 0
+
+
+def test_stand_in_tokenizer_has_a_word_for_every_id(tmp_path):
+    from hexad.bench.standin import write_tokenizer
+    from hexad.models.tokenizer import Tokenizer
+
+    write_tokenizer(tmp_path, 5_000)
+    tokenizer = Tokenizer.from_files(tmp_path)
+    assert tokenizer.vocab_size == 5_000
+    words = [tokenizer.decode([i]) for i in range(1, 5_000)]
+    assert len(set(words)) == 4_999 and all(3 <= len(word.strip()) <= 4 for word in words)
