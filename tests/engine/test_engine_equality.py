@@ -85,8 +85,14 @@ def test_prefix_cache(case, depth):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_preemption(case, depth):
+    """A pool that is too small for all, and everything preempted at random steps."""
+    rng = random.Random(case.seed)
     groups = len(case.executor.spec.kv_layer_groups)
-    results = generate(case.executor, case.prompts, GREEDY, depth=depth, num_blocks=14 * groups)
+    driver = EngineDriver(case.executor, depth=depth, num_blocks=14 * groups)
+    driver.scheduler.preempt_hook = lambda _step: rng.random() < 0.15
+    for prompt in case.prompts:
+        driver.submit(prompt, GREEDY)
+    results = driver.run()
     assert tokens(results) == case.expected
     assert sum(result.num_preemptions for result in results) > 0
 
