@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from hexad.engine.plan import NO_BLOCK, KVMove, NewRequest, Row, StepPlan
 
+MIN_SHARED_READS = 8_192  # keys that need not be read again, for a shared prefix to be worth a launch of its own
+
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
 
@@ -52,6 +54,7 @@ class HostStep:
     sampled: list[int]  # execution rows that sample
     sampled_slots: list[int]  # their request slots
     last_token: Ints  # [S] index of each sampled row's last token
+    shared_lens: list[int]  # per group: keys (whole blocks) that all one-token rows share; 0: too few to matter
     scored: list[tuple[int, NewRequest]]  # (execution row, request) of rows over a prompt whose log-probabilities are wanted
 
 
@@ -123,6 +126,8 @@ class BatchState:
         sampled = [index for index, row in enumerate(rows) if row.samples]
         width = -(-longest // self.block_size)
         in_block, offset = positions // self.block_size, positions % self.block_size
+        num_decodes = count if widest <= 1 else int(np.argmax(counts > 1))
+        block_tables = [table[slots, :width] for table in self._tables]
         return HostStep(
             step_id=plan.step_id,
             rows=rows,
@@ -138,19 +143,31 @@ class BatchState:
             positions=positions,
             token_index=token_slots * self.table_width + positions,
             kv_slots=[table[token_slots, in_block].astype(np.int64) * self.block_size + offset for table in self._tables],
-            block_tables=[table[slots, :width] for table in self._tables],
+            block_tables=block_tables,
             max_query_len=widest,
             max_seq_len=longest,
-            num_decodes=count if widest <= 1 else int(np.argmax(counts > 1)),
+            num_decodes=num_decodes,
             sampled=sampled,
             sampled_slots=slots[sampled].tolist(),
             last_token=query_start[1:][sampled].astype(np.int64) - 1,
+            shared_lens=[_shared_len(table[:num_decodes], seq_lens[:num_decodes], self.block_size) for table in block_tables],
             scored=self._scored_rows(rows) if self._scored else [],
         )
 
     def _scored_rows(self, rows: list[Row]) -> list[tuple[int, NewRequest]]:
         wanted = [(index, self._scored[row.rid]) for index, row in enumerate(rows) if row.rid in self._scored]
         return [(index, request) for index, request in wanted if rows[index].start < request.prompt_len]
+
+
+def _shared_len(table: Ints32, lengths: Ints, block_size: int) -> int:
+    """Keys in leading blocks that all rows have in common; 0 where reading them once would save next to nothing."""
+    rows = len(table)
+    if rows < 2 or (rows - 1) * int(lengths.min()) < MIN_SHARED_READS or (table[:, 0] != table[0, 0]).any():
+        return 0
+    most = (int(lengths.min()) - 1) // block_size  # the newest key is a row's own
+    same = (table[:, :most] == table[0, :most]).all(axis=0)
+    shared = (most if same.all() else int(np.argmin(same))) * block_size
+    return shared if (rows - 1) * shared >= MIN_SHARED_READS else 0
 
 
 def _decodes_first(rows: Sequence[Row]) -> tuple[list[Row], list[int]]:

@@ -93,6 +93,7 @@ class Shape:
     width: int  # columns of the block tables
     decode: bool  # one token a row
     greedy: bool  # ends with the drawn tokens, else with logits
+    shared: tuple[bool, ...] = ()  # per group: the rows share a prefix
 
 
 def shape_of(host: HostStep, max_blocks: int, *, greedy: bool) -> Shape | None:
@@ -103,9 +104,9 @@ def shape_of(host: HostStep, max_blocks: int, *, greedy: bool) -> Shape | None:
     width = width_bucket(host.block_tables[0].shape[1], max_blocks)
     if host.max_query_len == 1 and count <= MAX_DECODE_ROWS:
         rows = row_bucket(count)
-        return Shape(rows, rows, width, True, greedy)
+        return Shape(rows, rows, width, True, greedy, tuple(length > 0 for length in host.shared_lens))
     if host.num_decodes == 0 and count <= MAX_PROMPT_ROWS and tokens <= MAX_PROMPT_TOKENS:
-        return Shape(row_bucket(count), token_bucket(tokens), width, False, greedy)
+        return Shape(row_bucket(count), token_bucket(tokens), width, False, greedy, (False,) * len(host.shared_lens))
     return None
 
 
@@ -137,6 +138,7 @@ class _Inputs:
         views.drawn_index[:count] = host.slots * self._table_width + host.starts + host.counts
         views.seq_lens[:count] = host.seq_lens
         views.query_start[: count + 1] = host.query_start
+        views.shared_lens[:] = host.shared_lens
         for group, (slots, table) in enumerate(zip(host.kv_slots, host.block_tables, strict=True)):
             views.slots[group, :tokens] = slots
             views.tables[group, :count, : table.shape[1]] = table
@@ -169,7 +171,7 @@ def _aligned(count: int, item_bytes: int) -> int:
 def _sizes(shape: Shape, groups: int) -> tuple[int, int]:
     """64-bit and 32-bit numbers of one input buffer."""
     wide = (2 + groups) * _aligned(shape.tokens, 8) + 2 * _aligned(shape.rows, 8)
-    narrow = _aligned(shape.rows, 4) + _aligned(shape.rows + 1, 4) + groups * shape.rows * shape.width
+    narrow = _aligned(shape.rows, 4) + _aligned(shape.rows + 1, 4) + _aligned(groups, 4) + groups * shape.rows * shape.width
     return wide, narrow
 
 
@@ -188,6 +190,7 @@ class _Views:
     drawn_index: Any  # [B] place in the flattened token table of the token to draw
     seq_lens: Any  # [B]
     query_start: Any  # [B + 1]
+    shared_lens: Any  # [G]
     tables: Any  # [G, B, W]
 
     @staticmethod
@@ -196,7 +199,8 @@ class _Views:
         long, pair = _aligned(tokens, 8), _aligned(rows, 8)
         after = (2 + groups) * long
         lengths = _aligned(rows, 4)
-        table = lengths + _aligned(rows + 1, 4)
+        shared = lengths + _aligned(rows + 1, 4)
+        table = shared + _aligned(groups, 4)
         return _Views(
             positions=longs[:tokens],
             token_index=longs[long : long + tokens],
@@ -205,6 +209,7 @@ class _Views:
             drawn_index=longs[after + pair : after + pair + rows],
             seq_lens=ints[:rows],
             query_start=ints[lengths : lengths + rows + 1],
+            shared_lens=ints[shared : shared + groups],
             tables=ints[table:].reshape(groups, rows, shape.width),
         )
 
@@ -228,6 +233,7 @@ class _Captured:
                 max_seq_len=frame.max_model_len,
                 block_size=frame.block_size,
                 num_decodes=shape.rows if shape.decode else 0,
+                shared_len=views.shared_lens[group : group + 1] if shape.shared[group] else None,
             )
             for group in range(frame.groups)
         )

@@ -32,7 +32,8 @@ def to_device(step: HostStep, table_width: int, block_size: int, device: torch.d
     drawn_positions = step.starts[rows] + step.counts[rows]
     drawn_index = step.slots[rows] * table_width + drawn_positions
     wide = _send([step.positions, step.token_index, step.last_token, drawn_positions, drawn_index, *step.kv_slots], device)
-    narrow = _send([step.query_start, step.seq_lens, *step.block_tables], device)
+    shared = np.asarray(step.shared_lens, np.int32)
+    narrow = _send([step.query_start, step.seq_lens, *step.block_tables, shared], device)
     groups = len(step.kv_slots)
     attention = tuple(
         AttentionBatch(
@@ -44,6 +45,7 @@ def to_device(step: HostStep, table_width: int, block_size: int, device: torch.d
             max_seq_len=step.max_seq_len,
             block_size=block_size,
             num_decodes=step.num_decodes,
+            shared_len=narrow[-1][group : group + 1] if step.shared_lens[group] else None,
         )
         for group in range(groups)
     )

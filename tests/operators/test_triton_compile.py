@@ -91,8 +91,8 @@ def waits_between_products(cubin: bytes) -> int:
 
 def test_small_attention_kernels():
     made = layout(90, 32, 8, 128, 64, torch.bfloat16)
-    compiled(made.plan_launcher(250), ["*i32", "*i32", "*i32", "i32", "i32", "i32"], 90)
-    compiled(made._combine, ["*fp32", "*fp32", "*i32", "*bf16"], 90)
+    compiled(made.plan_launcher(250), ["*i32", "*i32", "*i32", "*i32", "i32", "i32", "i32"], 90)
+    compiled(made.combine_launcher(0), ["*fp32", "*fp32", "*i32", "*fp32", "*fp32", "*bf16", "i32"], 90)
 
 
 def test_fp8_pages():

@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from hexad.operators.args import AttentionArgs
 from hexad.operators.batch import AttentionBatch, KVPages
 from hexad.operators.registry import Kernel
+from hexad.operators.triton.cascade import shared_kernel
 from hexad.operators.triton.decode import ITEM_FIELDS, combine_kernel, decode_kernel, plan_kernel
 from hexad.operators.triton.launch import Launcher, Target, pow2, target
 from hexad.operators.triton.prefill import prefill_kernel
@@ -23,6 +24,8 @@ MAX_ROWS = 4096
 MEDIUM = 768  # query tokens a row up to which the general kernel is faster than the warp-specialised one
 PLAN_ITEMS = 16  # items a program of the plan
 Split = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]  # items, starts, partial, stats, capacity
+SHARED_PAIRS = 64  # (row, query head) pairs a program of a shared prefix
+MAX_SHARED_SPLITS = 16
 WANTED_PROGRAMS = 4  # decode programs a multiprocessor that fill the card
 
 
@@ -69,22 +72,45 @@ class _Layout:
         self.copies = tensor_copies and all(stride * kv_bytes % 16 == 0 for stride in strides[:3])
         self.wanted = triton.cdiv(WANTED_PROGRAMS * on.multiprocessors, args.kv_heads)
         self._prefill: dict[bool, tuple[Tiles, Launcher]] = {}
-        self._plan: dict[int, Launcher] = {}
+        self._plan: dict[tuple[int, bool], Launcher] = {}
         self._descriptors: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._decode = self._make_decode()
         self.hopper = self._hopper_launcher()
+        self._combine: dict[int, Launcher] = {}
+        self._shared: dict[int, Launcher] = {}
         self.set_combine(64)
 
     def set_combine(self, parts: int) -> None:
         """Merge partial results `parts` at a time."""
-        constants = {
-            "HEADS": self.args.heads,
-            "DIM": self.args.head_dim,
-            "DIM_PAD": self.dim_pad,
-            "PARTS": parts,
-            "PDL": self.on.tensor_copies,
-        }
-        self._combine = Launcher(combine_kernel, constants, num_warps=4, pdl=self.on.tensor_copies)
+        self.combine_parts = parts
+        self._combine.clear()
+
+    def combine_launcher(self, splits: int) -> Launcher:
+        """Merges partial results; `splits`: parts of a shared prefix, 0 = none."""
+        if splits not in self._combine:
+            args = self.args
+            constants = {
+                "HEADS": args.heads, "DIM": args.head_dim, "DIM_PAD": self.dim_pad, "PARTS": self.combine_parts,
+                "SPLITS": splits, "SPLITS_PAD": pow2(splits) if splits else 1, "PDL": self.on.tensor_copies,
+            }  # fmt: skip
+            self._combine[splits] = Launcher(combine_kernel, constants, num_warps=4, pdl=self.on.tensor_copies)
+        return self._combine[splits]
+
+    def shared_splits(self, rows: int) -> int:
+        """Parts of a shared prefix that fill the card with `rows` rows."""
+        programs = self.args.kv_heads * -(-rows * self.group // SHARED_PAIRS)
+        return max(1, min(MAX_SHARED_SPLITS, -(-2 * self.on.multiprocessors // programs)))
+
+    def shared_launcher(self, splits: int) -> Launcher:
+        if splits not in self._shared:
+            args, tiles = self.args, self.decode_tiles
+            constants = {
+                "HEADS": args.heads, "GROUP": self.group, "DIM": args.head_dim, "DIM_PAD": self.dim_pad, **self.shared,
+                "PAIRS": SHARED_PAIRS, "TILE": tiles.tile, "SPLITS": splits, "STAGES": 2, "PRECISION": self.precision,
+                "PDL": self.on.tensor_copies,
+            }  # fmt: skip
+            self._shared[splits] = Launcher(shared_kernel, constants, num_warps=4, num_stages=2, pdl=self.on.tensor_copies)
+        return self._shared[splits]
 
     def _make_decode(self) -> Launcher:
         args, tiles = self.args, self.decode_tiles
@@ -137,15 +163,15 @@ class _Layout:
             self._descriptors[key] = made
         return made
 
-    def plan_launcher(self, rows: int) -> Launcher:
+    def plan_launcher(self, rows: int, *, shared: bool = False) -> Launcher:
         padded = next(size for size in (64, 256, 1024, MAX_ROWS) if size >= rows)
-        if padded not in self._plan:
+        if (padded, shared) not in self._plan:
             constants = {
-                "ROWS": padded, "TILE": self.decode_tiles.tile, "WINDOW": self.args.window or 0,
+                "ROWS": padded, "TILE": self.decode_tiles.tile, "WINDOW": self.args.window or 0, "SHARED": shared,
                 "ITEMS": PLAN_ITEMS, "PDL": self.on.tensor_copies,
             }  # fmt: skip
-            self._plan[padded] = Launcher(plan_kernel, constants, num_warps=8, pdl=self.on.tensor_copies)
-        return self._plan[padded]
+            self._plan[padded, shared] = Launcher(plan_kernel, constants, num_warps=8, pdl=self.on.tensor_copies)
+        return self._plan[padded, shared]
 
     def descriptors(self, kv: KVPages, tile: int) -> tuple[Any, Any]:
         """Tensor maps of K and V as [blocks, heads, page, dim], or (None, None) where tiles are read through pointers."""
@@ -171,7 +197,8 @@ class _Layout:
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         tile, window = self.decode_tiles.tile, self.args.window
         splits: dict[tuple, Split] = batch.scratch.setdefault("triton.splits", {})
-        key = (captured, rows, tile, window, self.wanted, self.args.heads, self.dim_pad)
+        shared = self.cascades(batch)
+        key = (captured, rows, tile, window, self.wanted, self.args.heads, self.dim_pad, shared)
         made = splits.get(key)
         new = made is None
         if made is None:
@@ -182,18 +209,40 @@ class _Layout:
             partial = torch.empty((capacity, self.args.heads, self.dim_pad), dtype=torch.float32, device=device)
             stats = torch.empty((capacity, self.args.heads, 2), dtype=torch.float32, device=device)
             grid = (triton.cdiv(capacity, PLAN_ITEMS), 1, 1)
-            self.plan_launcher(rows)(grid, batch.seq_lens, items, starts, rows, wanted, capacity)
+            length = batch.shared_len if shared else batch.seq_lens
+            self.plan_launcher(rows, shared=shared)(grid, batch.seq_lens, items, starts, length, rows, wanted, capacity)
             made = splits[key] = (items, starts, partial, stats, capacity)
         return made, new
 
+    def cascades(self, batch: AttentionBatch) -> bool:
+        """The rows share a prefix whose keys are read once for all of them; a window has no use for it."""
+        return batch.shared_len is not None and self.args.window is None
+
     def decode(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, rows: int, out: torch.Tensor) -> None:
         (items, starts, partial, stats, capacity), new = self.split(batch, rows)
+        splits, shared_partial, shared_stats = 0, partial, stats
+        if self.cascades(batch):
+            splits = self.shared_splits(rows)
+            shared_partial, shared_stats = self._attend_shared(q, kv, batch, rows, splits, serial=new)
         self._decode(
             (self.args.kv_heads, capacity, 1),
             q, kv.k, kv.v, batch.block_table, items, partial, stats, out, batch.block_table.stride(0),
-            serial=new,
+            serial=new and not splits,
         )  # fmt: skip
-        self._combine((rows, self.args.heads, 1), partial, stats, starts, out)
+        merge = self.combine_launcher(splits)
+        merge((rows, self.args.heads, 1), partial, stats, starts, shared_partial, shared_stats, out, rows)
+
+    def _attend_shared(
+        self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, rows: int, splits: int, *, serial: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Partial results of the shared prefix: [splits, rows, heads, dim] and their maxima and norms."""
+        shape, device = (splits, rows, self.args.heads), q.device
+        partial = torch.empty((*shape, self.dim_pad), dtype=torch.float32, device=device)
+        stats = torch.empty((*shape, 2), dtype=torch.float32, device=device)
+        grid = (self.args.kv_heads, triton.cdiv(rows * self.group, SHARED_PAIRS), splits)
+        launch = self.shared_launcher(splits)
+        launch(grid, q, kv.k, kv.v, batch.block_table, batch.shared_len, partial, stats, rows, serial=serial)
+        return partial, stats
 
     def prefill(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, first_row: int, out: torch.Tensor) -> None:
         rows = batch.seq_lens.shape[0] - first_row

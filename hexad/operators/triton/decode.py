@@ -23,16 +23,21 @@ def plan_kernel(
     seq_lens_ptr,
     items_ptr,
     starts_ptr,
+    shared_ptr,
     num_rows,
     wanted,
     capacity,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SHARED: tl.constexpr,
     ITEMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ITEMS items a program. `wanted` items fill the card, at most twice as many and one a row are made; `starts[b]` is row b's first."""
+    """ITEMS items a program. `wanted` items fill the card, at most twice as many and one a row are made; `starts[b]` is row b's first.
+
+    With SHARED the items begin after the prefix that all rows share, and none is a row's only part.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -41,8 +46,10 @@ def plan_kernel(
     first = tl.zeros([ROWS], tl.int32)
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
+    if SHARED:
+        first = tl.minimum(first + tl.load(shared_ptr), length)
     first_tile = first // TILE
-    tiles = (length + TILE - 1) // TILE - first_tile
+    tiles = tl.where(length > first, (length + TILE - 1) // TILE - first_tile, 0)
     total_tiles = tl.sum(tiles, 0)
     chunk = tl.maximum((total_tiles + wanted - 1) // wanted, 1)
     if 4 * tl.max(tiles, 0) > 5 * chunk:  # some row must be cut: smaller items balance better
@@ -71,7 +78,10 @@ def plan_kernel(
     tl.store(record, tl.where(real, owner, -1), mask=kept)
     tl.store(record + 1, low, mask=kept)
     tl.store(record + 2, high, mask=kept)
-    tl.store(record + 3, (count == 1).to(tl.int32), mask=kept)
+    whole = (count == 1).to(tl.int32)
+    if SHARED:
+        whole = whole * 0
+    tl.store(record + 3, whole, mask=kept)
 
 
 @triton.jit
@@ -183,19 +193,24 @@ def decode_kernel(
         tl.store(stats_ptr + line * 2 + 1, norm, mask=member < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def combine_kernel(
     partial_ptr,
     stats_ptr,
     starts_ptr,
+    shared_partial_ptr,
+    shared_stats_ptr,
     out_ptr,
+    num_rows,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,  # parts of a shared prefix; 0: there is none
+    SPLITS_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merge the items of one row and one query head, PARTS at a time."""
+    """Merge the items of one row and one query head, PARTS at a time, and the parts of a shared prefix."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     if PDL:
@@ -203,13 +218,26 @@ def combine_kernel(
         gdc_wait()
     first = tl.load(starts_ptr + row)
     last = tl.load(starts_ptr + row + 1)
-    if last - first <= 1:
+    if SPLITS == 0 and last - first <= 1:
         return
     dim = tl.arange(0, DIM_PAD)
     part = tl.arange(0, PARTS)
     top = -1.0e30
     norm = 0.0
     acc = tl.zeros([DIM_PAD], tl.float32)
+    if SPLITS > 0:
+        split = tl.arange(0, SPLITS_PAD)
+        there = split < SPLITS
+        shared_line = (split * num_rows + row) * HEADS + head
+        shared_tops = tl.load(shared_stats_ptr + shared_line * 2, mask=there, other=-1.0e30)
+        shared_norms = tl.load(shared_stats_ptr + shared_line * 2 + 1, mask=there, other=0.0)
+        shared_values = tl.load(
+            shared_partial_ptr + shared_line.to(tl.int64)[:, None] * DIM_PAD + dim[None, :], mask=there[:, None], other=0.0
+        )
+        top = tl.max(shared_tops, 0)
+        shared_weights = tl.exp2(shared_tops - top)
+        norm = tl.sum(shared_weights * shared_norms, 0)
+        acc = tl.sum(shared_values * shared_weights[:, None], 0)
     for start in range(first, last, PARTS):
         item = start + part
         real = item < last
