@@ -89,6 +89,10 @@ class ServerConfig(_Section):
     shutdown_timeout_s: float = Field(default=30.0, ge=0)
     max_body_bytes: int = Field(default=32 * 2**20, ge=1)
     heartbeat_s: float = Field(default=15.0, gt=0)
+    read_timeout_s: float = Field(default=30.0, gt=0)  # for a request to arrive
+    write_timeout_s: float = Field(default=60.0, gt=0)  # for a reader that takes nothing
+    engine_timeout_s: float = Field(default=30.0, gt=0)  # a sign of life from the engine process
+    max_engine_restarts: int = Field(default=5, ge=0)  # within ten minutes
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     allowed_origins: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Text <-> token ids, from a Hugging Face folder or GGUF metadata. No torch, and no transformers (slow to import).
 
-Thread-safe: encoding and decoding change nothing and release the interpreter lock, so they belong in threads.
+Thread-safe: encoding and decoding change nothing. Encoding a long text releases the interpreter lock, so it belongs in threads.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from hexad.models.formats.built import BuiltTokenizer
 from hexad.models.formats.gguf import GGUFFile, find_gguf
 from hexad.models.formats.gguf_tokenizer import tokenizer_of_gguf
 from hexad.models.formats.hf_tokenizer import tokenizer_of_folder
+
+LONG_TEXT_CHARS = 1_000  # from here on `encode` takes the batch call: the plain one keeps the interpreter lock
 
 
 class HasPath(Protocol):
@@ -72,6 +74,8 @@ class Tokenizer:
             add_special_tokens: put the model's BOS or EOS around it, if it uses them.
             allow_special: names of special tokens in the text become these tokens; False: they are text like any other.
         """
+        if len(text) > LONG_TEXT_CHARS:
+            return self.encode_batch([text], add_special_tokens, allow_special)[0]
         ids: list[int] = self._backend_for(allow_special).encode(_valid(text), add_special_tokens=add_special_tokens).ids
         return ids
 

@@ -28,7 +28,7 @@ log = logging.getLogger("hexad.client")
 
 Stats = dict[str, float | int | str | None]
 HANDSHAKE_TIMEOUT_S = 10.0
-SILENCE_TIMEOUT_S = 300.0  # the engine sends a heartbeat every second except inside one blocking step, which can be long on a CPU
+SILENCE_TIMEOUT_S = 300.0  # the core loop sends a heartbeat every second except inside one blocking step, which can be long on a CPU
 
 
 class EngineClient:
@@ -58,6 +58,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Stats]] = {}
         self._next_call = 0
         self._death: EngineDeadError | None = None
+        self.lost: tuple[Submit, ...] = ()  # requests that were open when the engine died
         self._closed = False
         self._on_death: list[Callable[[EngineDeadError], None]] = []
         self._silence_timeout_s = silence_timeout_s
@@ -160,6 +161,7 @@ class EngineClient:
         self._check_alive()
         assert submit.request_id not in self._streams, f"request id {submit.request_id} is in use"
         stream = RequestStream(submit.request_id, submit.params.n, self._abandon)
+        stream.submit = submit
         self._streams[submit.request_id] = stream
         self._send(submit)
         return stream
@@ -214,9 +216,9 @@ class EngineClient:
 
     def _check_alive(self) -> None:
         if self._death is not None:
-            raise EngineDeadError(self._death.message)
+            raise EngineDeadError(self._death.message, retry_after_s=self._death.retry_after_s)
         if self._closed:
-            raise EngineDeadError("this client is closed")
+            raise EngineDeadError("this client is closed", retry_after_s=5.0)
 
     def _send(self, message: ToCore) -> None:
         # Without a high-water mark the send completes at once: the future is already done.
@@ -261,10 +263,18 @@ class EngineClient:
 
     async def _watch_silence(self) -> None:
         while self._death is None:
-            await asyncio.sleep(min(1.0, self._silence_timeout_s / 4))
-            silent_s = time.monotonic() - self._heard_at
-            if silent_s > self._silence_timeout_s:
-                self._die(f"the engine process has been silent for {silent_s:.0f} s (limit {self._silence_timeout_s:g} s)")
+            pause_s, asleep_at = min(1.0, self._silence_timeout_s / 4), time.monotonic()
+            await asyncio.sleep(pause_s)
+            now = time.monotonic()
+            if now - asleep_at > 2 * pause_s + 1:
+                continue  # it is we who were stopped: what has come meanwhile is not read yet
+            self._check_silence("core loop", now - self._heard_at, self._silence_timeout_s)
+            if self.process is not None and self.config is not None:
+                self._check_silence("process", now - self.process.heard_s, self.config.server.engine_timeout_s)
+
+    def _check_silence(self, what: str, silent_s: float, limit_s: float) -> None:
+        if silent_s > limit_s:
+            self._die(f"the engine {what} has been silent for {silent_s:.0f} s (limit {limit_s:g} s)")
 
     def _engine_gone(self) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(self._report_exit()))
@@ -293,6 +303,7 @@ class EngineClient:
             return
         self._death = EngineDeadError(reason, retry_after_s=5.0)
         log.error("%s; %d open requests fail", reason, len(self._streams))
+        self.lost = tuple(stream.submit for stream in self._streams.values() if stream.submit is not None)
         self._fail_all(self._death)
         for callback in self._on_death:
             callback(self._death)

@@ -27,7 +27,7 @@ from hexad.common.errors import StartupError
 from hexad.orchestration.core import CoreLoop
 from hexad.orchestration.messages import Welcome
 from hexad.orchestration.server import EngineServer
-from hexad.orchestration.spawn import Failed, Launch, Progress, Ready, Status, decode_launch, encode_status
+from hexad.orchestration.spawn import Beat, Failed, Launch, Progress, Ready, Status, decode_launch, encode_status
 
 log = logging.getLogger("hexad.engine")
 
@@ -122,7 +122,7 @@ class ParentWatch:
         # Nothing but the launch line is ever written: readable means ended. The parent's id is a second look, for the case that
         # another process inherited the pipe's other side.
         while not select.select([stdin], [], [], 1.0)[0] and os.getppid() == self._parent:
-            pass
+            self.tell(Beat())  # a stopped process is silent; a long step is not
         if self.on_end is not None:
             self.on_end()
             threading.Event().wait(GRACE_S)

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,7 +58,11 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     code: str
 
 
-Status = Progress | Ready | Failed
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """The process is scheduled and its interpreter runs, whatever the core loop is busy with. Once a second."""
+
+
+Status = Progress | Ready | Failed | Beat
 _decoder: msgspec.json.Decoder[Status] = msgspec.json.Decoder(Status)
 
 
@@ -70,6 +75,7 @@ class EngineProcess:
         self.ready: asyncio.Future[Ready] | None = None
         self._on_progress: Callable[[Progress], None] | None = None
         self._on_exit: Callable[[], None] | None = None
+        self.heard_s = time.monotonic()  # the latest sign of life
         self._rest = b""
         self._status_fd, child_fd = os.pipe()
         os.set_blocking(self._status_fd, False)
@@ -118,12 +124,15 @@ class EngineProcess:
             asyncio.get_running_loop().remove_reader(self._status_fd)
             self._gone()
             return
+        self.heard_s = time.monotonic()
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self._handle(_decoder.decode(line))
 
     def _handle(self, status: Status) -> None:
         assert self.ready is not None
+        if isinstance(status, Beat):
+            return
         if isinstance(status, Progress):
             if self._on_progress is not None:
                 self._on_progress(status)

@@ -9,7 +9,7 @@ from typing import Final
 
 from hexad.common import errors
 from hexad.common.errors import HexadError
-from hexad.orchestration.messages import Output
+from hexad.orchestration.messages import Output, Submit
 
 _BY_CODE: Final[dict[str, type[HexadError]]] = {
     kind.default_code: kind
@@ -47,10 +47,13 @@ class RequestStream:
     - One consumer; not thread-safe: it belongs to its client's event loop.
     """
 
-    __slots__ = ("_abort", "_error", "_items", "_open", "_waiter", "request_id")
+    __slots__ = ("_abort", "_error", "_failed", "_items", "_open", "_waiter", "finished", "request_id", "submit")
 
     def __init__(self, request_id: str, num_choices: int, abort: Callable[[str], None]) -> None:
         self.request_id = request_id
+        self.submit: Submit | None = None  # what was asked, for those who want to know after a death
+        self.finished = False  # the engine has ended every choice, none of them by an error
+        self._failed = False
         self._open = num_choices  # choices without a terminal output yet (as received, not as consumed)
         self._items: deque[Output] = deque()
         self._error: HexadError | None = None
@@ -116,6 +119,8 @@ class RequestStream:
         self._items.append(output)
         if output.finish_reason is not None or output.error is not None:
             self._open -= 1
+            self._failed = self._failed or output.error is not None
+            self.finished = self._open == 0 and not self._failed
         self._wake()
         return self._open <= 0
 

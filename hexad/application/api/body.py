@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from hexad.common.errors import RequestError
+from hexad.common.errors import PayloadTooLargeError, RequestError
+
+MAX_VALUES = 1_000_000
 
 
 async def read_object(request: Request) -> dict[str, Any]:
@@ -24,6 +26,8 @@ def parse_object(data: bytes) -> dict[str, Any]:
     """`data` as a JSON object. NaN and infinities pass, so that the check of ranges can name their field."""
     if not data:
         raise _malformed("the body is empty: send a JSON object")
+    if data.count(b",") > MAX_VALUES:  # each value costs up to a hundred times its bytes in memory
+        raise PayloadTooLargeError(f"the body has more than {MAX_VALUES:,} commas: send less")
     try:
         value = msgspec.json.decode(data)
     except RecursionError:

@@ -33,6 +33,7 @@ async def chat_completions(state: ServerState, http: Request) -> Response:
                 continue_final_message=request.continue_final_message,
                 variables=request.chat_template_kwargs,
                 add_special_tokens=request.add_special_tokens,
+                whole=request.truncate_prompt_tokens is None,
             )
         ]
 

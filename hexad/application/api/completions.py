@@ -28,7 +28,7 @@ async def completions(state: ServerState, http: Request) -> Response:
     job = Job(state, http, request, ignored)
 
     def prompts() -> list[Prompt]:
-        found = read_prompts(state, request.prompt, request.add_special_tokens is not False)
+        found = read_prompts(state, request.prompt, request.add_special_tokens is not False, whole=request.truncate_prompt_tokens is None)
         if len(found) * (request.n or 1) > MAX_CHOICES:
             raise RequestError(f"{len(found)} prompts with n {request.n} are more than {MAX_CHOICES} choices: send fewer", param="n")
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,6 +14,7 @@ from hexad.application.api.admission import retry_after_header
 from hexad.common.errors import AuthenticationError, HexadError, NotFoundError, RequestError
 
 log = logging.getLogger("hexad.api")
+DEFAULT_RETRY_S = 5.0  # where nobody has an estimate
 
 
 class MethodNotAllowedError(RequestError):
@@ -26,8 +27,8 @@ class MethodNotAllowedError(RequestError):
 def error_response(error: HexadError) -> Response:
     """`error` as an HTTP response."""
     headers = {}
-    if error.retry_after_s is not None:
-        headers["retry-after"] = retry_after_header(error.retry_after_s)
+    if error.retry_after_s is not None or error.status in (429, 503):
+        headers["retry-after"] = retry_after_header(error.retry_after_s if error.retry_after_s is not None else DEFAULT_RETRY_S)
     if isinstance(error, AuthenticationError):
         headers["www-authenticate"] = "Bearer"
     return Response(wire.encode(error.body()), status_code=error.status, headers=headers, media_type="application/json")
@@ -88,6 +89,8 @@ class CatchErrors:
 
         try:
             await self.app(scope, receive, watch)
+        except ClientDisconnect:
+            noted(RequestError("the caller went away before its request had arrived", code="client_gone"), scope)
         except Exception as error:
             failure = noted(as_hexad_error(error), scope)
             if started:

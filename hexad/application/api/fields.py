@@ -14,10 +14,14 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from hexad.common.errors import RequestError, UnknownFieldError, UnsupportedError, edit_distance
+from hexad.common.params import MAX_BAD_WORDS, MAX_BIAS_ENTRIES
 
 log = logging.getLogger("hexad.api")
 Model = TypeVar("Model", bound=BaseModel)
 MAX_SHOWN_CHARS = 80
+MAX_FIELDS = 256
+MAX_MESSAGES = 4_096
+MAX_ENTRIES = {"messages": MAX_MESSAGES, "logit_bias": MAX_BIAS_ENTRIES, "stop_token_ids": MAX_BIAS_ENTRIES, "bad_words": MAX_BAD_WORDS}
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -86,6 +90,11 @@ def screen(body: Mapping[str, Any], model: type[BaseModel]) -> tuple[dict[str, A
         UnsupportedError: a known field with a value that this build cannot serve.
         UnknownFieldError: an unknown field that is probably a misspelling.
     """
+    if len(body) > MAX_FIELDS:
+        raise RequestError(f"the body has {len(body):,} fields, the limit is {MAX_FIELDS}: send fewer")
+    for name, limit in MAX_ENTRIES.items():  # before anything walks through them
+        if isinstance(value := body.get(name), list | dict) and len(value) > limit:
+            raise RequestError(f"{name} has {len(value):,} entries, the limit is {limit:,}: send fewer", param=name)
     known: dict[str, Any] = {}
     ignored: list[str] = []
     for name, value in body.items():
@@ -112,7 +121,7 @@ def _reason(name: str) -> str:
 
 def _refuse_misspelling(name: str, model: type[BaseModel]) -> None:
     known = (*model.model_fields, *NEUTRAL, *WITHOUT_EFFECT)
-    close = [(edit_distance(name, k, 3), k) for k in known]
+    close = [(edit_distance(name, k, 3), k) for k in known if abs(len(name) - len(k)) < 3]
     # two edits of a name of three letters make anything: the shorter the known name, the fewer edits count
     close = [(edits, k) for edits, k in close if edits <= min(2, len(k) // 2)]
     if close:

@@ -46,7 +46,7 @@ async def ready(state: ServerState, http: Request) -> Response:
     if state.admission.draining:
         return error_response(shutting_down())
     if not state.engine.is_alive:
-        return error_response(EngineDeadError("the engine process has ended: the server needs a restart", retry_after_s=5.0))
+        return error_response(EngineDeadError("the engine process has ended: it is being started again", retry_after_s=5.0))
     return json_response({"status": "ready"})
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+
 from hexad.common.errors import ContextLengthError, NeverFitsError, RequestError
+
+USUAL_CHARS_PER_TOKEN = 8  # prose has 3 to 5
+MAX_CHARS_PER_TOKEN = 64
 
 
 def fit(prompt_tokens: int, max_tokens: int | None, *, context: int, pool: int) -> int:
@@ -34,6 +39,33 @@ def _check(prompt: int, output: int | None, limit: int, kind: type[RequestError]
         advice = f"shorten the prompt, or lower max_tokens to at most {limit - prompt:,}"
     message = f"prompt has {prompt:,} tokens{asked}, {what} {limit:,} tokens: {advice}"
     raise kind(message, param="max_tokens" if prompt < limit else "prompt")
+
+
+def check_text(texts: Sequence[str], context: int, param: str, count: Callable[[str], int]) -> None:
+    """Refuse texts that are far too long, at a cost that the context bounds and not the texts. `count` gives the tokens of a text.
+
+    Raises:
+        ContextLengthError: the start alone has more tokens than the context.
+        RequestError: more characters than any use has.
+    """
+    num_chars, limit = sum(map(len, texts)), context * MAX_CHARS_PER_TOKEN
+    if num_chars > limit:
+        what = f"{param} has {num_chars:,} characters, the limit with a context of {context:,} tokens is {limit:,}"
+        raise ContextLengthError(f"{what}: shorten it", param=param)
+    start_chars = context * USUAL_CHARS_PER_TOKEN
+    if num_chars <= start_chars:
+        return  # short enough to count in full, and say how many there are
+    while start_chars < num_chars:
+        if (found := count("".join(_first(texts, start_chars)))) > context:
+            what = f"prompt has more than {found:,} tokens in its first {start_chars:,} of {num_chars:,} characters"
+            raise ContextLengthError(f"{what}, model context is {context:,} tokens: shorten it", param=param)
+        start_chars *= 2
+
+
+def _first(texts: Sequence[str], num_chars: int) -> Iterator[str]:
+    for text in texts:
+        yield text[:num_chars]
+        num_chars -= min(num_chars, len(text))
 
 
 def truncate(ids: tuple[int, ...], keep: int | None, *, max_tokens: int | None, context: int) -> tuple[int, ...]:

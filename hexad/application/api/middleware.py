@@ -13,6 +13,7 @@ from hexad.common.errors import PayloadTooLargeError, RequestError
 from hexad.common.log import access
 from hexad.common.metrics import MetricsRegistry
 
+MAX_LOGGED_PATH_BYTES = 500
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
@@ -56,12 +57,18 @@ class RequestContext:
                 access(
                     request_id=request_id,
                     method=scope["method"],
-                    path=scope["path"],
+                    path=_shown_path(scope),
                     status=status,
                     duration_s=duration_s,
                     client=(scope.get("client") or ("",))[0],
                     **record,
                 )
+
+
+def _shown_path(scope: Scope) -> str:
+    """The path for the log, as it was sent: decoded, it could hold line breaks."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode("ascii", "backslashreplace")
+    return raw[:MAX_LOGGED_PATH_BYTES].decode("ascii", "backslashreplace")
 
 
 def _request_id(scope: Scope) -> str:

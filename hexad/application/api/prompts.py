@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hexad.application.api.fields import MAX_MESSAGES
+from hexad.application.api.limits import check_text
 from hexad.application.api.schema import Message
 from hexad.application.api.state import ServerState
 from hexad.common.errors import RequestError, UnsupportedError
 
 MAX_PROMPTS = 256
-MAX_MESSAGES = 4_096
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEMPLATE_VARIABLES = ("enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "date_string", "custom_instructions")
 
@@ -25,14 +26,14 @@ class Prompt:
     text: str | None
 
 
-def read_prompts(state: ServerState, prompt: Any, add_special_tokens: bool) -> list[Prompt]:
-    """`prompt` in any of its forms (string, ids, list of strings, list of ids). Runs in a text thread.
+def read_prompts(state: ServerState, prompt: Any, add_special_tokens: bool, *, whole: bool = True) -> list[Prompt]:
+    """`prompt` in any of its forms (string, ids, list of strings, list of ids). Runs in a text thread. `whole`: see `from_text`.
 
     Raises:
         RequestError: another form, an empty list, or ids that the model does not have.
     """
     if isinstance(prompt, str):
-        return [from_text(state, prompt, add_special_tokens)]
+        return [from_text(state, prompt, add_special_tokens, whole=whole)]
     if not isinstance(prompt, list) or not prompt:
         raise _bad_prompt("prompt is missing or empty" if not prompt and not isinstance(prompt, int) else "prompt has a wrong type")
     if all(type(item) is int for item in prompt):
@@ -40,7 +41,7 @@ def read_prompts(state: ServerState, prompt: Any, add_special_tokens: bool) -> l
     if len(prompt) > MAX_PROMPTS:
         raise RequestError(f"prompt has {len(prompt)} entries, the limit is {MAX_PROMPTS}: send several requests", param="prompt")
     if all(isinstance(item, str) for item in prompt):
-        return [from_text(state, item, add_special_tokens) for item in prompt]
+        return [from_text(state, item, add_special_tokens, whole=whole) for item in prompt]
     if all(isinstance(item, list) and all(type(token) is int for token in item) for item in prompt):
         return [Prompt(checked_ids(state, item, "prompt"), None) for item in prompt]
     raise _bad_prompt("prompt has a wrong type")
@@ -50,8 +51,13 @@ def _bad_prompt(what: str) -> RequestError:
     return RequestError(f"{what}: it must be a string, a list of strings, a list of token ids, or a list of those", param="prompt")
 
 
-def from_text(state: ServerState, text: str, add_special_tokens: bool) -> Prompt:
-    """A prompt from plain text, as the model's tokenizer reads it."""
+def from_text(state: ServerState, text: str, add_special_tokens: bool, *, whole: bool) -> Prompt:
+    """A prompt from plain text, as the model's tokenizer reads it.
+
+    Raises:
+        RequestError: the text is far too long. `whole`: all of it must fit the context; it will not be truncated or only counted.
+    """
+    check_text([text], state.context, "prompt", lambda start: len(state.tokenizer.encode(start)) if whole else 0)
     return Prompt(tuple(state.tokenizer.encode(text, add_special_tokens=add_special_tokens)), text)
 
 
@@ -76,8 +82,9 @@ def chat_prompt(
     continue_final_message: bool | None,
     variables: Mapping[str, Any] | None,
     add_special_tokens: bool | None,
+    whole: bool = True,
 ) -> Prompt:
-    """Messages through the model's template. Runs in a text thread.
+    """Messages through the model's template. Runs in a text thread. `whole`: see `from_text`.
 
     Raises:
         RequestError: messages that are malformed, or that the template refuses.
@@ -90,6 +97,8 @@ def chat_prompt(
         raise RequestError("add_generation_prompt and continue_final_message exclude each other: set one", param="continue_final_message")
     if continue_final_message and turns[-1]["role"] != "assistant":
         raise RequestError("continue_final_message needs a last message of role assistant", param="continue_final_message")
+    texts = [turn["content"] for turn in turns]
+    check_text(texts, state.context, "messages", lambda start: len(state.tokenizer.encode(start)) if whole else 0)
     ids, text = state.template.encode(
         state.tokenizer,
         turns,

@@ -21,6 +21,7 @@ import uvicorn
 
 from hexad.application.api.app import build_app
 from hexad.application.api.auth import Keys
+from hexad.application.api.protocol import guarded
 from hexad.application.api.startup import Opened
 from hexad.application.api.state import ServerState
 from hexad.common.config import HexadConfig, ServerConfig
@@ -135,8 +136,10 @@ class Service:
 
 
 def uvicorn_config(state: ServerState, server: ServerConfig) -> uvicorn.Config:
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a line for each malformed request would let anyone fill the disk
     return uvicorn.Config(
         build_app(state),
+        http=guarded(server.read_timeout_s, server.write_timeout_s),  # type: ignore[arg-type]
         lifespan="off",
         log_config=None,
         access_log=False,

@@ -83,7 +83,7 @@ async def open_server(
     except BaseException:
         await _abandon(starting, reading)
         raise
-    engine = SupervisedEngine(client, lambda: EngineClient.start(config))
+    engine = SupervisedEngine(client, lambda: EngineClient.start(config), max_deaths=config.server.max_engine_restarts)
     assert client.config is not None
     return Opened(_state(client.config, engine, text), engine, text, client.notes)
 

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 
+from hexad.application.api.quarantine import Quarantine
 from hexad.common.errors import EngineDeadError, StartupError
 from hexad.orchestration.client import EngineClient, Stats
 from hexad.orchestration.messages import Submit, Welcome
@@ -16,15 +17,27 @@ from hexad.orchestration.stream import RequestStream
 log = logging.getLogger("hexad.server")
 MAX_DEATHS = 5  # within WINDOW_S; one more, and it is given up
 WINDOW_S = 600.0
+MAX_PAUSE_S = 30.0
 FIRST_PAUSE_S = 0.5  # doubles with each death in the window
 
 
 class SupervisedEngine:
     """An `Engine` that outlives its process. `gave_up` is set when it has died too often. Event-loop bound."""
 
-    def __init__(self, client: EngineClient, start: Callable[[], Awaitable[EngineClient]]) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        start: Callable[[], Awaitable[EngineClient]],
+        *,
+        max_deaths: int = MAX_DEATHS,
+        first_pause_s: float = FIRST_PAUSE_S,
+    ) -> None:
         self.gave_up = asyncio.Event()
+        self.num_deaths = 0
         self._start = start
+        self._max_deaths = max_deaths
+        self._first_pause_s = first_pause_s
+        self._quarantine = Quarantine()
         self._deaths: deque[float] = deque()
         self._restart: asyncio.Task[None] | None = None
         self._closed = False
@@ -40,7 +53,16 @@ class SupervisedEngine:
         return self._client.is_alive
 
     def submit(self, submit: Submit) -> RequestStream:
-        return self._client.submit(submit)
+        """Send a request.
+
+        Raises:
+            EngineDeadError: there is no engine at the moment.
+            RequestError: this very request has been there whenever the engine died.
+        """
+        suspect = self._quarantine.check(submit)
+        stream = self._client.submit(submit)
+        self._quarantine.watch(suspect, stream)
+        return stream
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         self._client.abort(request_id, choice)
@@ -49,6 +71,8 @@ class SupervisedEngine:
         return await self._client.call(method, timeout_s)
 
     def _on_death(self, error: EngineDeadError) -> None:
+        self.num_deaths += 1
+        self._quarantine.strike(self._client.lost)
         if not self._closed and self._restart is None:
             self._restart = asyncio.get_running_loop().create_task(self._revive())
 
@@ -59,11 +83,11 @@ class SupervisedEngine:
                 self._deaths.append(now_s)
                 while now_s - self._deaths[0] > WINDOW_S:
                     self._deaths.popleft()
-                if len(self._deaths) > MAX_DEATHS:
+                if len(self._deaths) > self._max_deaths:
                     log.error("the engine process died %d times in %g s: giving up", len(self._deaths), WINDOW_S)
                     self.gave_up.set()
                     return
-                await asyncio.sleep(FIRST_PAUSE_S * 2 ** (len(self._deaths) - 1))
+                await asyncio.sleep(min(MAX_PAUSE_S, self._first_pause_s * 2 ** (len(self._deaths) - 1)))
                 await self._client.close(1.0)
                 try:
                     self._use(await self._start())

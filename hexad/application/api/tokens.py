@@ -34,7 +34,7 @@ async def tokenize(state: ServerState, http: Request) -> Response:
 def _prompt(state: ServerState, request: TokenizeRequest) -> Prompt:
     if request.messages is None:
         assert request.prompt is not None
-        return from_text(state, request.prompt, request.add_special_tokens is not False)
+        return from_text(state, request.prompt, request.add_special_tokens is not False, whole=False)
     return chat_prompt(
         state,
         request.messages,
@@ -42,6 +42,7 @@ def _prompt(state: ServerState, request: TokenizeRequest) -> Prompt:
         continue_final_message=request.continue_final_message,
         variables=request.chat_template_kwargs,
         add_special_tokens=request.add_special_tokens,
+        whole=False,
     )
 
 
