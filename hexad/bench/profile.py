@@ -131,9 +131,10 @@ def device_times(profiler: Any, times: dict[str, OpTime]) -> float:
     """Put the profiler's device times into `times`; returns the device time of everything."""
     busy_s = 0.0
     for event in profiler.key_averages():
-        if event.key.startswith("hexad::") and event.key[7:] in times:
+        ours, on_device = event.key.startswith("hexad::"), str(event.device_type).endswith("CUDA")
+        if ours and not on_device and event.key[7:] in times:  # the same name on the device is a range, idle time included
             times[event.key[7:]].seconds = event.device_time_total / 1e6
-        if str(event.device_type).endswith("CUDA") and not event.key.startswith("hexad::"):
+        if on_device and not ours:
             busy_s += event.self_device_time_total / 1e6
     return busy_s
 

@@ -173,3 +173,22 @@ def test_transformers_reference_agrees_with_itself(tiny):
     assert [len(w) for w in scores] == [4, 2] and [p.token_id for p in scores[0]] == [6, 7, 8, 9]
     assert accuracy.perplexity(scores) == pytest.approx(320, rel=0.3)  # random weights know nothing
     assert accuracy.compare_positions(scores, scorer.score(windows))["kl_max"] < 1e-5
+
+
+def test_device_times_count_kernels_and_not_ranges():
+    from types import SimpleNamespace
+
+    from hexad.bench.profile import OpTime, device_times
+
+    def event(key, device, own, total):
+        return SimpleNamespace(key=key, device_type=f"DeviceType.{device}", self_device_time_total=own, device_time_total=total)
+
+    events = [
+        event("hexad::linear/triton", "CPU", 0, 50),
+        event("hexad::linear/triton", "CUDA", 90, 90),  # the range on the device, gaps included
+        event("gemm_kernel", "CUDA", 50, 50),
+        event("argmax_kernel", "CUDA", 7, 7),
+    ]
+    times = {"linear/triton": OpTime("linear", "triton")}
+    busy_s = device_times(SimpleNamespace(key_averages=lambda: events), times)
+    assert times["linear/triton"].seconds == pytest.approx(50e-6) and busy_s == pytest.approx(57e-6)
