@@ -24,7 +24,7 @@ def show_seed(world: World) -> None:
 
 
 def everything(world: World) -> tuple[Ask, Run]:
-    """One request that uses all that keeps a history, choices and log-probabilities included, and that meets a stop string and a stop token."""
+    """One request with all that keeps a history, choices and log-probabilities included, that meets a stop string and a stop token."""
     rng = world.rng
     for _ in range(50):
         params = SamplingParams(
