@@ -7,7 +7,7 @@ model=${MODEL:-llama-3.1-8b}
 run() { timeout "${LIMIT:-240}" python3 -m hexad bench "$@" --quiet 2>>"$out/engine.err"; }
 common=(--model "$model" -o max_model_len=8448 -o max_num_batched_tokens=8192 -o device=cuda)
 
-timeout 200 python3 -m pytest -q -x tests/gpu/test_engine_cuda.py -p no:cacheprovider 2>&1 | tail -n 15 | tee "$out/engine-tests.txt"
+timeout 200 python3 -m pytest -q -x ${TESTS:-tests/gpu/test_engine_cuda.py} -p no:cacheprovider -o addopts= 2>&1 | tail -n 15 | tee "$out/engine-tests.txt"
 if [ "$mode" = quick ]; then
   run latency "${common[@]}" --load W2 --load W3 --load W7 --json "$out/latency.json"
   run offline "${common[@]}" -o max_num_seqs=256 --load W4 --load W5 --json "$out/offline.json"

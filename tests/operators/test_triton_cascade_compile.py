@@ -19,9 +19,9 @@ def test_shared_prefix_kernels(heads, kv_heads, dim, block, arch):
     strides = (2 * block * kv_heads * dim, kv_heads * dim, dim, 1)
     layout = attention._Layout(args, Target(arch, 132, "test"), (heads + 2 * kv_heads) * dim, block, strides, tensor_copies=arch >= 90)
     launches = [
-        (layout.shared_launcher(4), ["*bf16", "*bf16", "*bf16", "*i32", "*i32", "*fp32", "*fp32", "i32"]),
-        (layout.combine_launcher(4), ["*fp32", "*fp32", "*i32", "*fp32", "*fp32", "*bf16", "i32"]),
-        (layout.combine_launcher(0), ["*fp32", "*fp32", "*i32", "*fp32", "*fp32", "*bf16", "i32"]),
+        (layout.shared_launcher(), ["*bf16", "*bf16", "*bf16", "*i32", "*i32", "*fp32", "*fp32", "i32", "i32"]),
+        (layout.combine_launcher(64, shared=True), ["*fp32", "*fp32", "*i32", "*fp32", "*fp32", "*bf16", "i32", "i32"]),
+        (layout.combine_launcher(1, shared=False), ["*fp32", "*fp32", "*i32", "*fp32", "*fp32", "*bf16", "i32", "i32"]),
         (layout.plan_launcher(256, shared=True), ["*i32", "*i32", "*i32", "*i32", "i32", "i32", "i32"]),
     ]
     for launcher, types in launches:

@@ -92,7 +92,7 @@ def waits_between_products(cubin: bytes) -> int:
 def test_small_attention_kernels():
     made = layout(90, 32, 8, 128, 64, torch.bfloat16)
     compiled(made.plan_launcher(250), ["*i32", "*i32", "*i32", "*i32", "i32", "i32", "i32"], 90)
-    compiled(made.combine_launcher(0), ["*fp32", "*fp32", "*i32", "*fp32", "*fp32", "*bf16", "i32"], 90)
+    compiled(made.combine_launcher(1, shared=False), ["*fp32", "*fp32", "*i32", "*fp32", "*fp32", "*bf16", "i32", "i32"], 90)
 
 
 def test_fp8_pages():
@@ -125,7 +125,7 @@ def test_products(choice, arch, monkeypatch):
     launcher = linear.Product(args, "gated_linear", choice).launcher(choice, 4096, False)
     if choice.kind == "stream":
         desc = "tensordesc<bf16[128, 64]>" if arch >= 90 else "constexpr"
-        kernel = compiled(launcher, ["*bf16", "*bf16", desc, "*bf16", "i32"], arch)
+        kernel = compiled(launcher, ["*bf16", "*bf16", desc, "*bf16", "*bf16", "*bf16", "i32"], arch)
         assert ("wgmma" in kernel.asm["ptx"]) == (arch >= 90)
     else:
         kernel = compiled(launcher, ["*bf16"] * 5 + (["i32"] if choice.kind != "gemv" else []), arch)

@@ -26,6 +26,7 @@ PLAN_ITEMS = 16  # items a program of the plan
 Split = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]  # items, starts, partial, stats, capacity
 SHARED_PAIRS = 64  # (row, query head) pairs a program of a shared prefix
 MAX_SHARED_SPLITS = 16
+MANY_ROWS = 32  # from here on a row has few items
 WANTED_PROGRAMS = 4  # decode programs a multiprocessor that fill the card
 
 
@@ -76,41 +77,41 @@ class _Layout:
         self._descriptors: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._decode = self._make_decode()
         self.hopper = self._hopper_launcher()
-        self._combine: dict[int, Launcher] = {}
-        self._shared: dict[int, Launcher] = {}
+        self._combine: dict[tuple[int, bool], Launcher] = {}
+        self._shared: Launcher | None = None
         self.set_combine(64)
 
     def set_combine(self, parts: int) -> None:
-        """Merge partial results `parts` at a time."""
+        """Merge partial results `parts` at a time where rows are few, and have many."""
         self.combine_parts = parts
         self._combine.clear()
 
-    def combine_launcher(self, splits: int) -> Launcher:
-        """Merges partial results; `splits`: parts of a shared prefix, 0 = none."""
-        if splits not in self._combine:
+    def combine_launcher(self, rows: int, *, shared: bool) -> Launcher:
+        """Merges partial results of `rows` rows, and those of a shared prefix."""
+        parts = self.combine_parts if rows < MANY_ROWS else min(8, self.combine_parts)
+        if (parts, shared) not in self._combine:
             args = self.args
             constants = {
-                "HEADS": args.heads, "DIM": args.head_dim, "DIM_PAD": self.dim_pad, "PARTS": self.combine_parts,
-                "SPLITS": splits, "SPLITS_PAD": pow2(splits) if splits else 1, "PDL": self.on.tensor_copies,
+                "HEADS": args.heads, "DIM": args.head_dim, "DIM_PAD": self.dim_pad, "PARTS": parts,
+                "MAX_SPLITS": MAX_SHARED_SPLITS if shared else 0, "PDL": self.on.tensor_copies,
             }  # fmt: skip
-            self._combine[splits] = Launcher(combine_kernel, constants, num_warps=4, pdl=self.on.tensor_copies)
-        return self._combine[splits]
+            self._combine[parts, shared] = Launcher(combine_kernel, constants, num_warps=4, pdl=self.on.tensor_copies)
+        return self._combine[parts, shared]
 
     def shared_splits(self, rows: int) -> int:
         """Parts of a shared prefix that fill the card with `rows` rows."""
         programs = self.args.kv_heads * -(-rows * self.group // SHARED_PAIRS)
         return max(1, min(MAX_SHARED_SPLITS, -(-2 * self.on.multiprocessors // programs)))
 
-    def shared_launcher(self, splits: int) -> Launcher:
-        if splits not in self._shared:
+    def shared_launcher(self) -> Launcher:
+        if self._shared is None:
             args, tiles = self.args, self.decode_tiles
             constants = {
                 "HEADS": args.heads, "GROUP": self.group, "DIM": args.head_dim, "DIM_PAD": self.dim_pad, **self.shared,
-                "PAIRS": SHARED_PAIRS, "TILE": tiles.tile, "SPLITS": splits, "STAGES": 2, "PRECISION": self.precision,
-                "PDL": self.on.tensor_copies,
+                "PAIRS": SHARED_PAIRS, "TILE": tiles.tile, "STAGES": 2, "PRECISION": self.precision, "PDL": self.on.tensor_copies,
             }  # fmt: skip
-            self._shared[splits] = Launcher(shared_kernel, constants, num_warps=4, num_stages=2, pdl=self.on.tensor_copies)
-        return self._shared[splits]
+            self._shared = Launcher(shared_kernel, constants, num_warps=4, num_stages=2, pdl=self.on.tensor_copies)
+        return self._shared
 
     def _make_decode(self) -> Launcher:
         args, tiles = self.args, self.decode_tiles
@@ -229,8 +230,8 @@ class _Layout:
             q, kv.k, kv.v, batch.block_table, items, partial, stats, out, batch.block_table.stride(0),
             serial=new and not splits,
         )  # fmt: skip
-        merge = self.combine_launcher(splits)
-        merge((rows, self.args.heads, 1), partial, stats, starts, shared_partial, shared_stats, out, rows)
+        merge = self.combine_launcher(rows, shared=splits > 0)
+        merge((rows, self.args.heads, 1), partial, stats, starts, shared_partial, shared_stats, out, rows, splits)
 
     def _attend_shared(
         self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, rows: int, splits: int, *, serial: bool
@@ -240,8 +241,8 @@ class _Layout:
         partial = torch.empty((*shape, self.dim_pad), dtype=torch.float32, device=device)
         stats = torch.empty((*shape, 2), dtype=torch.float32, device=device)
         grid = (self.args.kv_heads, triton.cdiv(rows * self.group, SHARED_PAIRS), splits)
-        launch = self.shared_launcher(splits)
-        launch(grid, q, kv.k, kv.v, batch.block_table, batch.shared_len, partial, stats, rows, serial=serial)
+        launch = self.shared_launcher()
+        launch(grid, q, kv.k, kv.v, batch.block_table, batch.shared_len, partial, stats, rows, splits, serial=serial)
         return partial, stats
 
     def prefill(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, first_row: int, out: torch.Tensor) -> None:

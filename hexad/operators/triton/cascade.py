@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from hexad.operators.triton.decode import soft_cap
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "splits"])
 def shared_kernel(
     q_ptr,
     k_ptr,
@@ -24,6 +24,7 @@ def shared_kernel(
     partial_ptr,
     stats_ptr,
     num_rows,
+    splits,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -37,12 +38,11 @@ def shared_kernel(
     SOFTCAP: tl.constexpr,  # 0: none
     PAIRS: tl.constexpr,  # (row, query head) pairs a program
     TILE: tl.constexpr,  # keys a step
-    SPLITS: tl.constexpr,  # parts of the prefix
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (key head, tile of pairs, part): partial results at line (part * num_rows + row) * HEADS + head."""
+    """Program (key head, tile of pairs, part of `splits` parts): partial results at line (part * num_rows + row) * HEADS + head."""
     kv_head = tl.program_id(0)
     pair = tl.program_id(1) * PAIRS + tl.arange(0, PAIRS)
     part = tl.program_id(2)
@@ -51,8 +51,8 @@ def shared_kernel(
         gdc_launch_dependents()
     shared = tl.load(shared_ptr)
     tiles = (shared + TILE - 1) // TILE
-    low = (tiles * part // SPLITS) * TILE
-    high = tl.minimum((tiles * (part + 1) // SPLITS) * TILE, shared)
+    low = (tiles * part // splits) * TILE
+    high = tl.minimum((tiles * (part + 1) // splits) * TILE, shared)
     row = pair // GROUP
     head = kv_head * GROUP + pair % GROUP
     dim = tl.arange(0, DIM_PAD)

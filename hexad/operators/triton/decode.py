@@ -52,7 +52,8 @@ def plan_kernel(
     tiles = tl.where(length > first, (length + TILE - 1) // TILE - first_tile, 0)
     total_tiles = tl.sum(tiles, 0)
     chunk = tl.maximum((total_tiles + wanted - 1) // wanted, 1)
-    if 4 * tl.max(tiles, 0) > 5 * chunk:  # some row must be cut: smaller items balance better
+    filled = tl.sum((tiles > 0).to(tl.int32), 0)
+    if (4 * tl.max(tiles, 0) > 5 * chunk) & (4 * tl.max(tiles, 0) * filled > 5 * total_tiles):  # ragged: smaller items balance better
         chunk = tl.maximum((total_tiles + 2 * wanted - 1) // (2 * wanted), 1)
     parts = tl.where(tiles > 0, tl.maximum((4 * tiles + 5 * chunk - 1) // (5 * chunk), 1), 0)
     ends = tl.cumsum(parts, 0)
@@ -193,7 +194,7 @@ def decode_kernel(
         tl.store(stats_ptr + line * 2 + 1, norm, mask=member < GROUP)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "splits"])
 def combine_kernel(
     partial_ptr,
     stats_ptr,
@@ -202,12 +203,12 @@ def combine_kernel(
     shared_stats_ptr,
     out_ptr,
     num_rows,
+    splits,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     PARTS: tl.constexpr,
-    SPLITS: tl.constexpr,  # parts of a shared prefix; 0: there is none
-    SPLITS_PAD: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,  # at most so many parts of a shared prefix; 0: there is none
     PDL: tl.constexpr,
 ):
     """Merge the items of one row and one query head, PARTS at a time, and the parts of a shared prefix."""
@@ -218,16 +219,16 @@ def combine_kernel(
         gdc_wait()
     first = tl.load(starts_ptr + row)
     last = tl.load(starts_ptr + row + 1)
-    if SPLITS == 0 and last - first <= 1:
+    if MAX_SPLITS == 0 and last - first <= 1:
         return
     dim = tl.arange(0, DIM_PAD)
     part = tl.arange(0, PARTS)
     top = -1.0e30
     norm = 0.0
     acc = tl.zeros([DIM_PAD], tl.float32)
-    if SPLITS > 0:
-        split = tl.arange(0, SPLITS_PAD)
-        there = split < SPLITS
+    if MAX_SPLITS > 0:
+        split = tl.arange(0, MAX_SPLITS)
+        there = split < splits
         shared_line = (split * num_rows + row) * HEADS + head
         shared_tops = tl.load(shared_stats_ptr + shared_line * 2, mask=there, other=-1.0e30)
         shared_norms = tl.load(shared_stats_ptr + shared_line * 2 + 1, mask=there, other=0.0)

@@ -156,6 +156,8 @@ def stream_kernel(
     x_ptr,
     w_ptr,
     w_desc,
+    bias_ptr,
+    residual_ptr,
     out_ptr,
     rows,
     OUT: tl.constexpr,  # outputs: half the rows of the weight when GATED
@@ -167,6 +169,8 @@ def stream_kernel(
     SPLIT: tl.constexpr,  # programs that share the inputs of one block of outputs; over 1: float32 partial sums [SPLIT, rows, OUT]
     STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BIAS: tl.constexpr,
     TENSOR_COPY: tl.constexpr,
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
@@ -204,14 +208,22 @@ def stream_kernel(
             else:
                 up = tl.load(w_address + OUT * IN + start)
             up_acc = tl.dot(up, x.T, up_acc)
-    if GATED:
-        acc = activate(acc, ACTIVATION) * up_acc
     mask = (m < rows)[:, None]
-    if SPLIT > 1:
+    if SPLIT > 1:  # bias and residual are added by `finish_kernel`
         line = (tl.program_id(1) * rows + m) * OUT
         tl.store(out_ptr + line[:, None] + n[None, :], acc.T, mask=mask)
     else:
-        tl.store(out_ptr + (m * OUT)[:, None] + n[None, :], acc.T.to(out_ptr.dtype.element_ty), mask=mask)
+        if BIAS:
+            acc += tl.load(bias_ptr + n).to(tl.float32)[:, None]
+            if GATED:
+                up_acc += tl.load(bias_ptr + OUT + n).to(tl.float32)[:, None]
+        if GATED:
+            acc = activate(acc, ACTIVATION) * up_acc
+        y = acc.T
+        place = (m * OUT)[:, None] + n[None, :]
+        if RESIDUAL:
+            y += tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])

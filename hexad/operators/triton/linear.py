@@ -31,8 +31,8 @@ class Product:
         self.gated = args.activation != ""
         self.out = args.out_features // 2 if self.gated else args.out_features
         self.on = target()
-        device = self.on.name
-        self.choices = {rows: forced or choose(device, op, args.out_features, args.in_features, rows) for rows in BUCKETS}
+        shape = args.out_features, args.in_features
+        self.choices = {rows: forced or choose(self.on.name, op, *shape, rows, copies=self.on.tensor_copies) for rows in BUCKETS}
         self._made: dict[tuple[int, int], Few] = {}
         self._descriptors: dict[int, TensorDescriptor] = {}
 
@@ -73,8 +73,9 @@ class Product:
         elif choice.kind == "skinny":
             kernel, constants = skinny_kernel, shape | many | tiles | {"STAGES": choice.stages} | around | last
         else:
-            middle = {"SPLIT": choice.split, "STAGES": choice.stages, "ACTIVATION": self.args.activation}
-            kernel, constants = stream_kernel, shape | many | tiles | middle | {"TENSOR_COPY": self.on.tensor_copies} | last
+            middle = {"SPLIT": choice.split, "STAGES": choice.stages}
+            copies = {"TENSOR_COPY": self.on.tensor_copies}
+            kernel, constants = stream_kernel, shape | many | tiles | middle | around | copies | last
         return Launcher(kernel, constants, num_warps=choice.warps, num_stages=choice.stages, pdl=self.on.tensor_copies)
 
     def _new(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -102,21 +103,21 @@ class Product:
 
     def _stream(self, choice: Choice, stride: int, residual: bool) -> Few:
         assert self.out % choice.block_n == 0 and self.args.in_features % (choice.split * choice.block_k) == 0, choice
-        assert not (self.gated and (choice.split > 1 or self.args.bias)), "a gated product is not split and has no bias"
+        assert not (self.gated and choice.split > 1), "a gated product is not split"
         launch = self.launcher(choice, stride, residual)
         grid = (self.out // choice.block_n, choice.split, 1)
-        finishing = choice.split > 1 or self.args.bias or residual
         around = {"BIAS": self.args.bias, "RESIDUAL": residual, "PDL": self.on.tensor_copies}
         constants = {"OUT": self.out, "SPLIT": choice.split, "BLOCK": FINISH_BLOCK, **around}
         finish = Launcher(finish_kernel, constants, pdl=self.on.tensor_copies)
         blocks = triton.cdiv(self.out, FINISH_BLOCK)
 
         def product(x: torch.Tensor, prepared: Prepared, added: torch.Tensor | None) -> torch.Tensor:
-            out, rows = self._new(x, added), x.shape[0]
-            parts = torch.empty((choice.split, rows, self.out), dtype=torch.float32, device=x.device) if finishing else out
-            launch(grid, x, prepared[0], self._descriptor(prepared[0], choice), parts, rows)
-            if finishing:
-                finish((rows, blocks, 1), parts, _or(prepared[1], x), out, out, rows)
+            out, rows, bias = self._new(x, added), x.shape[0], _or(prepared[1], x)
+            whole = choice.split == 1
+            parts = out if whole else torch.empty((choice.split, rows, self.out), dtype=torch.float32, device=x.device)
+            launch(grid, x, prepared[0], self._descriptor(prepared[0], choice), bias, out, parts, rows)
+            if not whole:
+                finish((rows, blocks, 1), parts, bias, out, out, rows)
             return out
 
         return product

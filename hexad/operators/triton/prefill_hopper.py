@@ -75,6 +75,7 @@ def clear_tail(piece, kept, DIM: gl.constexpr):
     value = piece.load(LAYOUT)
     piece.store(gl.where((row < kept)[:, None], value, gl.zeros_like(value)))
     fence_async_shared()
+    gl.thread_barrier()
 
 
 @gluon.jit
@@ -84,11 +85,16 @@ def soften(
 ):  # fmt: skip
     """One softmax step over 128 scores a query: weights as left operands, the factor for what was summed before, new top and norm."""
     if MASKED:
-        s_0 = hide(s_0, position, start, S_LAYOUT)
-        s_1 = hide(s_1, position, start + KEYS, S_LAYOUT)
-    new_top = gl.maximum(top, gl.maximum(gl.max(s_0, 1), gl.max(s_1, 1)) * scale)
-    p_0 = gl.exp2(s_0 * scale - new_top[:, None])
-    p_1 = gl.exp2(s_1 * scale - new_top[:, None])
+        # scaled before hiding: a hidden score minus a row's top must be exact where a row sees nothing yet
+        s_0 = hide(s_0 * scale, position, start, S_LAYOUT)
+        s_1 = hide(s_1 * scale, position, start + KEYS, S_LAYOUT)
+        new_top = gl.maximum(top, gl.maximum(gl.max(s_0, 1), gl.max(s_1, 1)))
+        p_0 = gl.exp2(s_0 - new_top[:, None])
+        p_1 = gl.exp2(s_1 - new_top[:, None])
+    else:
+        new_top = gl.maximum(top, gl.maximum(gl.max(s_0, 1), gl.max(s_1, 1)) * scale)
+        p_0 = gl.exp2(s_0 * scale - new_top[:, None])
+        p_1 = gl.exp2(s_1 * scale - new_top[:, None])
     shrink = gl.exp2(top - new_top)
     norm = norm * shrink + gl.sum(p_0 + p_1, 1)
     w_0 = gl.convert_layout(p_0.to(dtype), P_LAYOUT)

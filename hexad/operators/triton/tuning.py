@@ -40,16 +40,21 @@ def bucket(rows: int) -> int | None:
     return next((size for size in BUCKETS if size >= rows), None)
 
 
-def choose(device: str, op: str, out_features: int, in_features: int, rows: int) -> Choice:
-    """The kernel for one bucket of rows: from the table, else by rule."""
+def choose(device: str, op: str, out_features: int, in_features: int, rows: int, *, copies: bool) -> Choice:
+    """The kernel for one bucket of rows: from the table, else by rule. `copies`: the card has the bulk tensor copy engine."""
     entry = table().get(device, {}).get(f"{op},{out_features},{in_features}", {}).get(str(rows))
-    return Choice(*entry) if entry is not None else rule(op, out_features, rows)
+    return Choice(*entry) if entry is not None else rule(op, out_features, in_features, rows, copies=copies)
 
 
-def rule(op: str, out_features: int, rows: int) -> Choice:
-    """What held on the cards measured: own kernels win at one row, and at few rows where the library's tiles leave processors idle."""
+def rule(op: str, out_features: int, in_features: int, rows: int, *, copies: bool) -> Choice:
+    """What held for the shapes that were measured. Own kernels start while their predecessor ends, which the library's do not."""
+    width = out_features // 2 if op == "gated_linear" else out_features
     if rows == 1:
         return Choice("gemv", 2, 2048, 4)
-    if op == "linear" and rows <= 16 and out_features <= 6144:
-        return Choice("skinny", 32 if out_features > 2048 else 16, 256, 4, 4, 16, prefetch=1024)
-    return LIBRARY
+    if not copies or width % 128 or in_features % 256:
+        return LIBRARY
+    if rows > 16:
+        return Choice("stream", 64, 128, 4, 4, rows, 1, 1024) if 48 * 64 <= width <= 65536 else LIBRARY
+    if width <= 6144:
+        return Choice("skinny", 32 if width > 2048 else 16, 256, 4, 6, 16, prefetch=2048)
+    return Choice("stream", 128, 128, 4, 3, 16, 1, 512)
