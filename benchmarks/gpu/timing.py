@@ -49,6 +49,7 @@ def median_us(run: Callable[[], Any], repeats: int = 7) -> float:
 def capture(calls: Sequence[Callable[[], Any]], at_least: int) -> tuple[torch.cuda.CUDAGraph, int]:
     """A graph of the calls in turn, repeated until there are `at_least`; and how many it holds."""
     rounds = -(-at_least // len(calls))
+    torch.cuda.synchronize()  # buffers may still be being filled on another stream
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls[:2]:
