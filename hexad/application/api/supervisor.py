@@ -18,6 +18,7 @@ log = logging.getLogger("hexad.server")
 MAX_DEATHS = 5  # within WINDOW_S; one more, and it is given up
 WINDOW_S = 600.0
 MAX_PAUSE_S = 30.0
+CLOSE_S = 6.0  # at the end: a moment longer than the engine itself gives its last step, then it is killed
 FIRST_PAUSE_S = 0.5  # doubles with each death in the window
 
 
@@ -105,4 +106,4 @@ class SupervisedEngine:
         if self._restart is not None:
             self._restart.cancel()
             await asyncio.gather(self._restart, return_exceptions=True)
-        await self._client.close()
+        await self._client.close(CLOSE_S)
