@@ -13,6 +13,7 @@ from hexad.models.families.family import find_family
 from hexad.models.inputs import ForwardInputs
 from hexad.models.layers.context import BuildContext
 from hexad.models.loader import WeightStore
+from hexad.models.quant.packed import PackedScheme, packs_here
 from hexad.models.quant.plain import PlainScheme
 from hexad.models.quant.scheme import Scheme
 from hexad.models.spec import ModelSpec
@@ -70,7 +71,7 @@ def build_model(
         spec=spec,
         family=find_family(spec.family),
         store=store,
-        scheme=_scheme(spec, prefer),
+        scheme=_scheme(spec, dtype, device, prefer),
         dtype=dtype,
         device=device,
         kv_dtype=kv_dtype or dtype,
@@ -83,7 +84,7 @@ def build_model(
     return model
 
 
-def _scheme(spec: ModelSpec, prefer: Mapping[str, str] | None) -> Scheme:
+def _scheme(spec: ModelSpec, dtype: torch.dtype, device: torch.device, prefer: Mapping[str, str] | None) -> Scheme:
     if spec.weight_format not in ("plain", "gguf"):
         raise ModelError(f"{spec.name} has weights in the format {spec.weight_format!r}; supported: plain, gguf (dequantised)")
-    return PlainScheme(prefer)
+    return PackedScheme(prefer) if packs_here(dtype, device, prefer) else PlainScheme(prefer)

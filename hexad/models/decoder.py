@@ -10,6 +10,7 @@ from hexad.models.layers.context import BuildContext
 from hexad.models.layers.fused import FusedLayer, fuse
 from hexad.models.layers.mlp import MLP
 from hexad.models.layers.rope import rope_table
+from hexad.models.layers.stack import bind_stack
 from hexad.operators.args import NormArgs
 from hexad.operators.batch import AttentionBatch, KVPages
 
@@ -55,9 +56,13 @@ class DecoderModel:
         self._following_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         fused = [layer.fused for layer in self.layers if layer.fused is not None]
         self._fused = fused if len(fused) == len(self.layers) else None
+        self._stack = bind_stack(context, self.embedding, self.layers, self.final_norm, cos_sin, self._group_of_layer, max_len)
+        self._head = getattr(self.head, "apply_float32", self.head.apply)  # logits need no rounding on the way
 
     def forward(self, inputs: ForwardInputs, kv_layers: list[KVPages]) -> torch.Tensor:
         """Compute one step's tokens: hidden states after the final norm [T, H]. Writes their keys and values to `kv_layers`."""
+        if self._stack is not None:
+            return self._stack(inputs.token_ids, inputs.positions, inputs.attention, kv_layers)
         residual = self.embedding.apply(inputs.token_ids)  # [T, H]
         if self.spec.embedding_scale != 1.0:
             residual = residual * self.spec.embedding_scale
@@ -79,7 +84,7 @@ class DecoderModel:
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [R, H] -> logits [R, vocab] float32, in `out` if it is given."""
-        logits = self.head.apply(hidden)
+        logits: torch.Tensor = self._head(hidden)
         logits = logits.float() if out is None else out.copy_(logits)
         softcap = self.spec.final_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)

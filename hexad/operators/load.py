@@ -10,8 +10,8 @@ import importlib.util
 
 from hexad.operators.registry import Registry, registry
 
-_REFERENCES = ("norm", "rope", "attention", "activation", "linear", "embedding")
-_PROVIDERS = ("onednn", "triton")  # packages of hexad.operators with a module `provider` that registers on import
+_REFERENCES = ("norm", "rope", "attention", "activation", "linear", "embedding", "packed", "stack")
+_PROVIDERS = ("onednn", "native", "triton")  # packages of hexad.operators with a module `provider` that registers on import
 
 
 def load_operators() -> Registry:

@@ -21,8 +21,8 @@ class Attention:
         self.q_norm = context.vector(context.layer_name(index, family.q_norm), spec.head_dim) if spec.qk_norm else None
         self.k_norm = context.vector(context.layer_name(index, family.k_norm), spec.head_dim) if spec.qk_norm else None
         self.cos_sin = cos_sin
-        self.rope_kv_write = context.bind("rope_kv_write", _rope_args(context)).call
-        self.paged_attention = context.bind("paged_attention", _attention_args(context, index)).call
+        self.rope_kv_write = context.bind("rope_kv_write", rope_args(context)).call
+        self.paged_attention = context.bind("paged_attention", attention_args(context, index)).call
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, kv: KVPages) -> torch.Tensor:
         """x [T, H] -> [T, H]."""
@@ -35,7 +35,7 @@ class Attention:
         return mixed
 
 
-def _rope_args(context: BuildContext) -> RopeKVArgs:
+def rope_args(context: BuildContext) -> RopeKVArgs:
     spec, rope = context.spec.attention, context.spec.rope
     return RopeKVArgs(
         heads=spec.heads,
@@ -51,7 +51,7 @@ def _rope_args(context: BuildContext) -> RopeKVArgs:
     )
 
 
-def _attention_args(context: BuildContext, index: int) -> AttentionArgs:
+def attention_args(context: BuildContext, index: int) -> AttentionArgs:
     spec = context.spec.attention
     return AttentionArgs(
         heads=spec.heads,

@@ -1,0 +1,134 @@
+"""Weights that stay packed: GGUF's 4- and 8-bit blocks as the file has them, plain ones in bfloat16, through the operator `packed_linear`.
+
+A layer whose rows no provider packs (mixed formats, k-quants) is dequantised to bfloat16 and packed as that; where even this is not to be
+had (float32 arithmetic with plain weights) it becomes plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hexad.models.quant.plain import PlainScheme, stack_rows
+from hexad.models.quant.scheme import EmbeddingMethod, LinearMethod
+from hexad.operators.packed import PackedLinearArgs, StoredRows
+from hexad.operators.registry import registry
+
+if TYPE_CHECKING:
+    from hexad.models.loader import WeightHandle
+
+Apply = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RoundedRows:
+    """A handle's numbers as rows of bfloat16."""
+
+    handle: WeightHandle
+    format: str = "bfloat16"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.handle.shape
+
+    def raw(self) -> tuple[torch.Tensor, str]:
+        return self.handle.load(torch.bfloat16), self.format
+
+    def load(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> torch.Tensor:
+        return self.handle.load(torch.bfloat16, device).to(dtype or torch.bfloat16)
+
+
+class PackedLinear:
+    """x W^T + b with packed W. `packed` is the provider's object, for operators that take several layers at once."""
+
+    def __init__(self, args: PackedLinearArgs, packed: Any, nbytes: int, prefer: Mapping[str, str] | None) -> None:
+        self.in_features = args.in_features
+        self.out_features = args.out_features
+        self.nbytes = nbytes
+        self.packed = packed
+        call = registry.bind("packed_linear", args, prefer).call
+        exact = registry.bind("packed_linear", _with_float32(args), prefer).call
+        self.apply: Apply = lambda x: call(x, packed)
+        self.apply_float32: Apply = lambda x: exact(x, packed)  # not rounded to the compute dtype
+
+    def gated(self, activation: str) -> Apply | None:
+        """None: the whole stack is one operator instead."""
+        return None
+
+    def adding(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+        """None: the whole stack is one operator instead."""
+        return None
+
+
+class PackedEmbedding:
+    """Rows of a packed table."""
+
+    def __init__(self, packed: Any, dtype: torch.dtype, nbytes: int) -> None:
+        self.packed = packed
+        self.nbytes = nbytes
+        self.apply: Apply = lambda token_ids: packed.rows(token_ids, dtype)
+
+
+class PackedScheme:
+    """One per network: it remembers tables, so that a tied head shares the embedding's memory."""
+
+    name = "packed"
+
+    def __init__(self, prefer: Mapping[str, str] | None = None) -> None:
+        self._prefer = prefer
+        self._plain = PlainScheme(prefer)
+        self._tables: dict[str, tuple[PackedLinearArgs, Any]] = {}
+
+    def linear(
+        self,
+        weights: Sequence[WeightHandle],
+        biases: Sequence[WeightHandle] | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LinearMethod:
+        table = self._tables.get(weights[0].name) if len(weights) == 1 and not biases else None
+        if table is not None:
+            return PackedLinear(*table, nbytes=0, prefer=self._prefer)
+        made = self._pack(weights, biases, dtype, device)
+        if made is None:
+            return self._plain.linear(weights, biases, dtype=dtype, device=device)
+        return PackedLinear(*made, nbytes=made[1].nbytes, prefer=self._prefer)
+
+    def embedding(self, weight: WeightHandle, *, dtype: torch.dtype, device: torch.device) -> EmbeddingMethod:
+        made = self._pack([weight], None, dtype, device)
+        if made is None:
+            return self._plain.embedding(weight, dtype=dtype, device=device)
+        self._tables[weight.name] = made
+        return PackedEmbedding(made[1], dtype, made[1].nbytes)
+
+    def _pack(
+        self, weights: Sequence[WeightHandle], biases: Sequence[WeightHandle] | None, dtype: torch.dtype, device: torch.device
+    ) -> tuple[PackedLinearArgs, Any] | None:
+        """(args, packed rows); None: no provider packs them."""
+        formats = {weight.format for weight in weights}
+        stored: list[Sequence[StoredRows]] = [weights] if len(formats) == 1 else []
+        for rows in [*stored, [RoundedRows(weight) for weight in weights]]:
+            out_features, in_features = sum(row.shape[0] for row in rows), rows[0].shape[1]
+            args = PackedLinearArgs(in_features, out_features, bool(biases), rows[0].format, dtype, dtype, device.type)
+            if can_pack(args, self._prefer):
+                bias = stack_rows(biases, torch.float32, device) if biases else None
+                return args, registry.bind("packed_linear", args, self._prefer).prepare((rows, bias))
+        return None
+
+
+def can_pack(args: PackedLinearArgs, prefer: Mapping[str, str] | None) -> bool:
+    """Whether a provider other than the reference packs such weights."""
+    return any(candidate.chosen and candidate.provider != "torch" for candidate in registry.explain("packed_linear", args, prefer))
+
+
+def packs_here(dtype: torch.dtype, device: torch.device, prefer: Mapping[str, str] | None) -> bool:
+    """Whether this machine packs 4-bit weights at all."""
+    return can_pack(PackedLinearArgs(32, 16, False, "q4_0", dtype, dtype, device.type), prefer)
+
+
+def _with_float32(args: PackedLinearArgs) -> PackedLinearArgs:
+    return PackedLinearArgs(args.in_features, args.out_features, args.bias, args.format, args.dtype, torch.float32, args.device_type)

@@ -1,0 +1,117 @@
+"""Compile the native operators with the system's C++ compiler, once per source, compiler and machine type. No torch.
+
+    python -m hexad.operators.native.build        # compile now instead of at the first start
+
+The library lies in the cache (HEXAD_CACHE, default ~/.cache/hexad) under a name that is a hash of sources and flags; it appears there
+whole or not at all, so that several processes may build at once. A machine without a compiler is no error here: `build` says why there
+is no library, and the operators of torch serve.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "src"
+COMPILERS = ("c++", "g++", "clang++")
+TIMEOUT_S = 300.0
+
+_COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-pthread")
+_WARNINGS = ("-Wall", "-Wextra", "-Wno-psabi", "-Wno-ignored-attributes", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
+_AVX512 = ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_X86 = {
+    "isa_avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "isa_avx512": _AVX512,
+    "isa_avx512bf16": (*_AVX512, "-mavx512bf16"),
+    "isa_amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+}
+OPTIMISED = ("-O3", "-DNDEBUG")
+
+
+class BuildError(Exception):
+    """There is no library; the message says why."""
+
+
+def cached_library(flags: tuple[str, ...] = OPTIMISED) -> Path:
+    """The library's path, built if it is not there.
+
+    Raises:
+        BuildError: no compiler, or it failed (its first lines are in the message).
+    """
+    compiler = os.environ.get("CXX") or next((name for name in COMPILERS if shutil.which(name)), None)
+    if compiler is None or shutil.which(compiler) is None:
+        raise BuildError(f"no C++ compiler ({compiler or ', '.join(COMPILERS)}) is installed")
+    target = _cache() / f"hexad-{_key(compiler, flags)}.so"
+    if not target.is_file():
+        try:
+            _build(compiler, flags, target)
+        except OSError as error:
+            raise BuildError(f"cannot write {target.parent}: {error.strerror}; set HEXAD_CACHE to a folder that can be written") from None
+    return target
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("HEXAD_CACHE") or Path.home() / ".cache" / "hexad").expanduser() / "native"
+
+
+def _key(compiler: str, flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256("\0".join((compiler, platform.machine(), *_COMMON, *flags)).encode())
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for unit, extra in sorted(_X86.items()):
+        digest.update("\0".join((unit, *extra)).encode())
+    return digest.hexdigest()[:16]
+
+
+def _units() -> dict[str, tuple[str, ...]]:
+    """Translation units of this machine type, and the flags of each: an instruction set's code must not leak into another's."""
+    on_x86 = platform.machine() in ("x86_64", "AMD64")
+    names = [path.stem for path in sorted(SOURCES.glob("*.cpp"))]
+    return {name: _X86.get(name, ()) for name in names if on_x86 or name not in _X86}
+
+
+def _build(compiler: str, flags: tuple[str, ...], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as folder:
+        units = _units()
+        objects = [Path(folder) / f"{name}.o" for name in units]
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            jobs = [
+                pool.submit(_call, [compiler, *_COMMON, *_WARNINGS, *flags, *extra, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(out)])
+                for (name, extra), out in zip(units.items(), objects, strict=True)
+            ]
+            for job in jobs:
+                job.result()
+        library = Path(folder) / target.name
+        _call([compiler, "-shared", "-pthread", *flags, *map(str, objects), "-o", str(library)])
+        library.replace(target)
+
+
+def _call(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"the compiler took more than {TIMEOUT_S:.0f} s") from None
+    if done.returncode:
+        first = "\n".join((done.stderr or done.stdout).splitlines()[:8])
+        raise BuildError(f"{command[0]} failed with code {done.returncode}:\n{first}")
+
+
+def main() -> int:
+    """Compile and say where. Never fails: without a library torch serves."""
+    try:
+        print(f"native operators: {cached_library()}")
+    except BuildError as error:
+        print(f"native operators are not built, torch serves instead: {error}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""The native library through ctypes: load it once, choose an instruction set, pack weights, multiply.
+
+HEXAD_NATIVE_ISA: portable | avx2 | avx512 | avx512bf16 | amx forces an instruction set (tests), off disables the library, empty takes the
+best. HEXAD_NATIVE_LIBRARY: a library built elsewhere (with sanitizers, or for another machine).
+
+ctypes gives up the interpreter's lock during a call. The library serialises calls itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import time
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from hexad.common.errors import ConfigError
+from hexad.operators.native.build import BuildError, cached_library
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+SOURCES = {"q4_0": 0, "q4_1": 1, "q8_0": 2, "bfloat16": 3, "float32": 4}  # formats of rows that can be packed
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+STORE, GATED, ACT = 0, 2, 3  # what becomes of a product (weight.h)
+
+_STATUS = {
+    1: "no memory for a step's intermediate values",
+    2: "a token id is outside the vocabulary",
+    3: "a position is beyond the longest sequence",
+    4: "a KV slot is outside the pages",
+    5: "a block table names a page that does not exist",
+    6: "rows, queries and lengths do not fit together",
+}
+
+
+class Library:
+    """The loaded library: its functions, typed."""
+
+    def __init__(self, path: Path, isa: str) -> None:
+        """Raises OSError (cannot be loaded) or ConfigError (this machine has no such instruction set)."""
+        self.handle = ctypes.CDLL(str(path))
+        _declare(self.handle)
+        found = self.handle.hx_version()
+        if found != VERSION:
+            raise OSError(f"{path} has version {found}, not {VERSION}")
+        chosen = self.handle.hx_choose(isa.encode())
+        if chosen is None:
+            raise ConfigError(f"HEXAD_NATIVE_ISA is {isa!r}; this machine has {', '.join(self.available())}, or off")
+        self.isa: str = chosen.decode()
+
+    def available(self) -> list[str]:
+        """Names of the instruction sets that this machine can run, best last."""
+        out = ctypes.create_string_buffer(256)
+        self.handle.hx_available(out, len(out))
+        return out.value.decode().split()
+
+    def choose(self, isa: str) -> None:
+        """Take another instruction set from now on (for tests)."""
+        assert self.handle.hx_choose(isa.encode()) is not None, isa
+        self.isa = isa
+
+    def set_threads(self, threads: int) -> None:
+        self.handle.hx_set_threads(threads)
+
+
+def _declare(handle: ctypes.CDLL) -> None:
+    signatures: dict[str, tuple[type | None, list[type]]] = {
+        "hx_version": (c_int32, []),
+        "hx_choose": (c_char_p, [c_char_p]),
+        "hx_available": (None, [c_char_p, c_int32]),
+        "hx_set_threads": (None, [c_int32]),
+        "hx_weight_new": (c_void_p, [c_int32, c_int64, c_int64]),
+        "hx_weight_delete": (None, [c_void_p]),
+        "hx_weight_bytes": (c_int64, [c_void_p]),
+        "hx_weight_fill": (None, [c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int64]),
+        "hx_weight_bias": (c_int32, [c_void_p, c_void_p]),
+        "hx_linear": (c_int32, [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p, c_int32]),
+        "hx_rows": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p, c_int32]),
+        "hx_stack_forward": (c_int32, [c_void_p, c_void_p, c_void_p]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(handle, name)
+        function.restype, function.argtypes = result, arguments
+
+
+@functools.cache
+def probe() -> tuple[Library | None, str]:
+    """(the library, "") or (None, why there is none). Builds it on the first call of the first process.
+
+    Raises:
+        ConfigError: HEXAD_NATIVE_ISA names an instruction set that this machine lacks.
+    """
+    isa = os.environ.get("HEXAD_NATIVE_ISA", "")
+    if isa == "off":
+        return None, "HEXAD_NATIVE_ISA is off"
+    given = os.environ.get("HEXAD_NATIVE_LIBRARY")
+    started = time.perf_counter()
+    try:
+        path = Path(given) if given else cached_library()
+        library = Library(path, isa)
+    except (BuildError, OSError) as error:
+        log.warning("no native operators, torch serves instead: %s", error)
+        return None, f"no native library: {str(error).splitlines()[0]}"
+    log.info("native operators: %s, ready after %.1f s", library.isa, time.perf_counter() - started)
+    return library, ""
+
+
+def require() -> Library:
+    """The library, where `probe` has said that there is one."""
+    library, reason = probe()
+    assert library is not None, reason
+    return library
+
+
+def check(status: int) -> None:
+    """Raises what a status stands for."""
+    if status == 1:
+        raise MemoryError(_STATUS[1])
+    assert status == 0, f"native operators refuse the call: {_STATUS.get(status, status)}"
+
+
+class PackedWeight:
+    """A weight matrix in the library's memory; freed with this object."""
+
+    def __init__(self, source: str, out_features: int, in_features: int) -> None:
+        self.library = require()
+        self.source = source
+        self.out_features = out_features
+        self.in_features = in_features
+        pointer = self.library.handle.hx_weight_new(SOURCES[source], out_features, in_features)
+        if not pointer:
+            raise MemoryError(f"no memory for a weight of {out_features} x {in_features} ({source})")
+        self.pointer: int = pointer
+        self.nbytes: int = self.library.handle.hx_weight_bytes(pointer)
+
+    def __del__(self) -> None:
+        pointer = self.__dict__.pop("pointer", None)
+        if pointer:
+            self.library.handle.hx_weight_delete(pointer)
+
+    def fill(self, first: int, rows: torch.Tensor) -> None:
+        """Pack rows [first, first + n) from stored ones [n, bytes a row] (or [n, in_features] of plain numbers)."""
+        assert rows.is_contiguous() and first >= 0 and first + rows.shape[0] <= self.out_features
+        row_bytes = rows.stride(0) * rows.element_size()
+        assert row_bytes == stored_row_bytes(self.source, self.in_features), (self.source, rows.shape)
+        self.library.handle.hx_weight_fill(self.pointer, SOURCES[self.source], first, rows.shape[0], rows.data_ptr(), row_bytes)
+
+    def set_bias(self, bias: torch.Tensor) -> None:
+        values = bias.detach().to(torch.float32).contiguous()
+        assert values.shape == (self.out_features,)
+        check(self.library.handle.hx_weight_bias(self.pointer, values.data_ptr()))
+
+    def linear(self, x: torch.Tensor, out_dtype: torch.dtype, epilogue: int = STORE, activation: int = 0) -> torch.Tensor:
+        """epilogue(x [T, in] W^T + b) -> [T, out] (gated: [T, out / 2])."""
+        x = x.contiguous()
+        assert x.shape[-1] == self.in_features
+        width = self.out_features // 2 if epilogue == GATED else self.out_features
+        out = torch.empty(*x.shape[:-1], width, dtype=out_dtype)
+        rows = x.numel() // self.in_features
+        call = self.library.handle.hx_linear
+        check(call(self.pointer, x.data_ptr(), DTYPES[x.dtype], rows, epilogue, activation, out.data_ptr(), DTYPES[out_dtype]))
+        return out
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows `ids` [T] of the matrix -> [T, in]."""
+        ids = ids.to(torch.int64).contiguous()
+        out = torch.empty(*ids.shape, self.in_features, dtype=dtype)
+        check(self.library.handle.hx_rows(self.pointer, ids.data_ptr(), ids.numel(), out.data_ptr(), DTYPES[dtype]))
+        return out
+
+
+def stored_row_bytes(source: str, in_features: int) -> int:
+    """Bytes of one row as stored."""
+    block = {"q4_0": 18, "q4_1": 20, "q8_0": 34}.get(source)
+    return in_features * (2 if source == "bfloat16" else 4) if block is None else in_features // 32 * block
+
+
+class LayerDesc(ctypes.Structure):
+    """stack.h: LayerDesc."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("qkv", "attention_out", "gate_up", "down", "input_norm", "post_norm", "q_norm", "k_norm")),
+        ("kv_group", c_int32),
+        ("window", c_int32),
+    ]  # fmt: skip
+
+
+class StackDesc(ctypes.Structure):
+    """stack.h: StackDesc."""
+
+    _fields_ = [
+        *((name, c_int32) for name in (
+            "hidden", "heads", "kv_heads", "dim", "rotary", "interleaved", "intermediate", "activation", "gated", "layers", "dtype",
+            "kv_dtype",
+        )),
+        *((name, c_float) for name in ("eps", "scale", "softcap", "embedding_scale")),
+        *((name, c_void_p) for name in ("embedding", "final_norm", "cos_sin")),
+        ("max_len", c_int64),
+    ]  # fmt: skip
+
+
+class GroupCall(ctypes.Structure):
+    """stack.h: GroupCall."""
+
+    _fields_ = [("block_table", c_void_p), ("slots", c_void_p), ("table_stride", c_int64)]
+
+
+class StackCall(ctypes.Structure):
+    """stack.h: StackCall."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("token_ids", "positions", "query_start", "seq_lens", "groups", "keys", "values", "out")),
+        ("num_blocks", c_int64),
+        *((name, c_int32) for name in ("tokens", "rows", "num_groups", "block_size")),
+    ]  # fmt: skip

@@ -1,0 +1,178 @@
+// The C ABI. Every function takes plain pointers and numbers; nothing throws across it. library.py mirrors it.
+#include <cstdio>
+#include <cstring>
+
+#include "pack.h"
+#include "runtime.h"
+#include "stack.h"
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace hx {
+namespace portable { extern const Kernels kernels; }
+#if defined(__x86_64__)
+namespace avx2 { extern const Kernels kernels; }
+namespace avx512 { extern const Kernels kernels; }
+namespace avx512bf16 { extern const Kernels kernels; }
+namespace amx { extern const Kernels kernels; }
+#endif
+
+namespace {
+
+bool may_use_tiles() {
+#if defined(__x86_64__) && defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+#if defined(__x86_64__)
+bool has_tiles() {
+  unsigned a = 7, b = 0, c = 0, d = 0;
+  asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+  return (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
+}
+
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq");
+}
+#endif
+
+// The candidates, best last, that this machine can run.
+int available(const Kernels** found) {
+  int count = 0;
+  found[count++] = &portable::kernels;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found[count++] = &avx2::kernels;
+  if (has_avx512()) {
+    found[count++] = &avx512::kernels;
+    if (__builtin_cpu_supports("avx512bf16")) {
+      found[count++] = &avx512bf16::kernels;
+      if (has_tiles() && may_use_tiles()) found[count++] = &amx::kernels;
+    }
+  }
+#endif
+  return count;
+}
+
+}  // namespace
+}  // namespace hx
+
+using namespace hx;
+
+extern "C" {
+
+#pragma GCC visibility push(default)
+
+int32_t hx_version() { return 1; }
+
+// Chooses the instruction set: `name`, or the best if it is empty. The name of the one taken; null: this machine has no such one.
+const char* hx_choose(const char* name) {
+  const Kernels* found[8];
+  const int count = available(found);
+  const Kernels* chosen = name[0] == 0 ? found[count - 1] : nullptr;
+  for (int i = 0; i < count; ++i) {
+    if (strcmp(found[i]->name, name) == 0) chosen = found[i];
+  }
+  if (chosen == nullptr) return nullptr;
+  Runtime& r = runtime();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  r.kernels = chosen;
+  return chosen->name;
+}
+
+// The names that hx_choose takes here, separated by spaces.
+void hx_available(char* out, int32_t size) {
+  const Kernels* found[8];
+  const int count = available(found);
+  int used = 0;
+  out[0] = 0;
+  for (int i = 0; i < count && used < size; ++i) used += snprintf(out + used, static_cast<size_t>(size - used), i ? " %s" : "%s", found[i]->name);
+}
+
+void hx_set_threads(int32_t threads) {
+  Runtime& r = runtime();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  r.threads = threads < 1 ? 1 : threads;
+}
+
+void* hx_weight_new(int32_t source, int64_t out_features, int64_t in_features) { return new_weight(source, out_features, in_features); }
+void hx_weight_delete(void* weight) { delete_weight(static_cast<Weight*>(weight)); }
+int64_t hx_weight_bytes(const void* weight) {
+  const Weight* w = static_cast<const Weight*>(weight);
+  return w->panel_bytes * w->panels;
+}
+
+// Packs `count` rows of `source` over the pool.
+void hx_weight_fill(void* weight, int32_t source, int64_t first, int64_t count, const uint8_t* rows, int64_t row_bytes) {
+  Runtime& r = runtime();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  constexpr int64_t kRows = 8 * kLanes;  // whole panels a chunk, counted from row 0 of the weight
+  const int64_t low = first / kRows, high = (first + count + kRows - 1) / kRows;
+  r.workers().run(static_cast<int>(high - low), [&](int chunk, int) {
+    const int64_t begin = (low + chunk) * kRows < first ? first : (low + chunk) * kRows;
+    const int64_t limit = (low + chunk + 1) * kRows, end = limit < first + count ? limit : first + count;
+    pack_rows(static_cast<Weight*>(weight), source, begin, end - begin, rows + (begin - first) * row_bytes);
+  });
+}
+
+int32_t hx_weight_bias(void* weight, const float* bias) {
+  Weight* w = static_cast<Weight*>(weight);
+  void* memory = nullptr;
+  const size_t bytes = static_cast<size_t>(w->panels) * kLanes * sizeof(float);
+  if (posix_memalign(&memory, 64, bytes) != 0) return kNoMemory;
+  memset(memory, 0, bytes);
+  memcpy(memory, bias, static_cast<size_t>(w->out_features) * sizeof(float));
+  w->bias = static_cast<float*>(memory);
+  return kDone;
+}
+
+// out [rows][out_features] = epilogue(x [rows][in_features] W^T + b); gated: [rows][out_features / 2].
+int32_t hx_linear(const void* weight, const void* x, int32_t dtype, int32_t rows, int32_t epilogue, int32_t activation, void* out,
+                  int32_t out_dtype) {
+  const Weight* w = static_cast<const Weight*>(weight);
+  Runtime& r = runtime();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  if (rows == 0) return kDone;
+  const int32_t x_dtype = product_dtype(r, dtype);
+  const int64_t ldx = padded_columns(w->in_features), item = item_bytes(x_dtype);
+  uint8_t* packed = r.input.ensure(static_cast<size_t>(padded_rows(rows) * ldx * item));
+  if (packed == nullptr || !r.reserve_scratch(4096)) return kNoMemory;
+  for (int64_t row = 0; row < rows; ++row) {
+    const uint8_t* source = static_cast<const uint8_t*>(x) + row * w->in_features * item_bytes(dtype);
+    uint8_t* target = packed + row * ldx * item;
+    r.kernels->widen(source, dtype, target, x_dtype, w->in_features);
+    memset(target + w->in_features * item, 0, static_cast<size_t>((ldx - w->in_features) * item));
+  }
+  const int64_t ldo = epilogue == kGated ? w->out_features / 2 : w->out_features;
+  LinearTask task{w, packed, ldx, nullptr, x_dtype, rows, epilogue, activation, out_dtype, 0, out, ldo};
+  return run_linear(r, task) ? kDone : kNoMemory;
+}
+
+// out [count][in_features] = rows `ids` of the table.
+int32_t hx_rows(const void* weight, const int64_t* ids, int32_t count, void* out, int32_t dtype) {
+  const Weight* w = static_cast<const Weight*>(weight);
+  Runtime& r = runtime();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  float* row = reinterpret_cast<float*>(r.input.ensure(static_cast<size_t>(padded_columns(w->in_features)) * sizeof(float)));
+  if (row == nullptr) return kNoMemory;
+  for (int32_t i = 0; i < count; ++i) {
+    if (ids[i] < 0 || ids[i] >= w->out_features) return kBadToken;
+    r.kernels->dequantize_row(w, ids[i], row);
+    r.kernels->widen(row, kF32, static_cast<uint8_t*>(out) + i * w->in_features * item_bytes(dtype), dtype, w->in_features);
+  }
+  return kDone;
+}
+
+int32_t hx_stack_forward(const StackDesc* desc, const LayerDesc* layers, const StackCall* call) { return stack_forward(*desc, layers, *call); }
+
+#pragma GCC visibility pop
+
+}  // extern "C"

@@ -1,0 +1,46 @@
+// The body of one instruction set: compiled several times with other flags, each time into a namespace of its own (HX_ISA).
+// HX_AVX512, HX_BF16 and HX_AMX say what may be used by name.
+#include <cmath>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "weight.h"
+
+// From this number of rows on, tiles beat one dot product at a time (0: there are no tiles).
+#define HX_TILE_ROWS (HX_AMX ? 6 : 0)
+
+#define HX_STRING_(x) #x
+#define HX_STRING(x) HX_STRING_(x)
+
+namespace hx {
+namespace HX_ISA {
+namespace {
+
+#include "vector.h"
+#if HX_AMX
+#include "tiles.h"
+#endif
+#include "linear.h"
+#include "rows.h"
+#if HX_AMX
+struct Keys;
+static inline bool tiles_serve(const AttentionTask& t, int queries);
+static void attend_tiles(const Keys& keys, int row, int low, int high, uint8_t* scratch);
+#endif
+#include "attention.h"
+#if HX_AMX
+#include "attention_tiles.h"
+#endif
+
+}  // namespace
+
+extern const Kernels kernels;
+const Kernels kernels = {
+    HX_STRING(HX_ISA), HX_BF16, HX_TILE_ROWS, linear, sums, norm, rope, attention, dequantize_row, widen,
+};
+
+}  // namespace HX_ISA
+}  // namespace hx

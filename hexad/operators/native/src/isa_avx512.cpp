@@ -1,0 +1,5 @@
+#define HX_ISA avx512
+#define HX_AVX512 1
+#define HX_BF16 0
+#define HX_AMX 0
+#include "isa.h"

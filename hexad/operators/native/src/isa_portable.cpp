@@ -1,0 +1,5 @@
+#define HX_ISA portable
+#define HX_AVX512 0
+#define HX_BF16 0
+#define HX_AMX 0
+#include "isa.h"

@@ -1,0 +1,174 @@
+#include "stack.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace hx {
+namespace {
+
+struct Workspace {
+  Buffer residual, normed, qkv, q, attended, gated;
+};
+
+Workspace& workspace() {
+  static Workspace* instance = new Workspace();
+  return *instance;
+}
+
+// One step: what it computes with.
+struct Step {
+  Runtime& r;
+  const StackDesc& d;
+  const StackCall& c;
+  int32_t x_dtype;  // of what products take
+  float* residual;  // [T][hidden]
+  uint8_t* normed;  // [T][ldh]
+  float* qkv;       // [T][(heads + 2 kv_heads) * dim]
+  uint8_t* q;       // [T][heads * dim]
+  uint8_t* attended;  // [T][ldq]
+  uint8_t* gated;     // [T][ldi]
+  int64_t ldh, ldq, ldi;
+  int longest;  // keys of the longest row
+  int widest;   // queries of the widest row
+};
+
+// Nothing of a call is trusted: an index outside its array is refused before anything is read or written through it.
+int32_t check(const StackDesc& d, const StackCall& c) {
+  if (c.query_start[0] != 0 || c.query_start[c.rows] != c.tokens) return kBadRows;
+  for (int t = 0; t < c.tokens; ++t) {
+    if (c.token_ids[t] < 0 || c.token_ids[t] >= d.embedding->out_features) return kBadToken;
+    if (c.positions[t] < 0 || c.positions[t] >= d.max_len) return kBadPosition;
+  }
+  const int64_t slots = c.num_blocks * c.block_size;
+  for (int g = 0; g < c.num_groups; ++g) {
+    for (int t = 0; t < c.tokens; ++t) {
+      if (c.groups[g].slots[t] < -1 || c.groups[g].slots[t] >= slots) return kBadSlot;
+    }
+  }
+  for (int row = 0; row < c.rows; ++row) {
+    const int64_t queries = c.query_start[row + 1] - c.query_start[row], length = c.seq_lens[row];
+    if (queries < 0 || length < 0) return kBadRows;
+    if (length != 0 && length < queries) return kBadRows;
+  }
+  return kDone;
+}
+
+// Every block that a layer's rows will read.
+bool blocks_exist(const StackCall& c, const GroupCall& group, int32_t window) {
+  for (int row = 0; row < c.rows; ++row) {
+    const int64_t queries = c.query_start[row + 1] - c.query_start[row], length = c.seq_lens[row];
+    if (length == 0 || queries == 0) continue;
+    const int64_t first = window > 0 ? std::max<int64_t>(0, length - queries + 1 - window) : 0;
+    const int64_t last = (length - 1) / c.block_size;
+    if (last >= group.table_stride) return false;
+    for (int64_t block = first / c.block_size; block <= last; ++block) {
+      const int32_t id = group.block_table[row * group.table_stride + block];
+      if (id < 0 || id >= c.num_blocks) return false;
+    }
+  }
+  return true;
+}
+
+bool allocate(Step& s) {
+  Workspace& w = workspace();
+  const StackDesc& d = s.d;
+  const int64_t rows = padded_rows(s.c.tokens), item = item_bytes(s.x_dtype);
+  s.ldh = padded_columns(d.hidden);
+  s.ldq = padded_columns(static_cast<int64_t>(d.heads) * d.dim);
+  s.ldi = padded_columns(d.intermediate);
+  const int64_t qkv = static_cast<int64_t>(d.heads + 2 * d.kv_heads) * d.dim;
+  s.residual = reinterpret_cast<float*>(w.residual.ensure(rows * d.hidden * 4));
+  s.normed = w.normed.ensure(rows * s.ldh * item);
+  s.qkv = reinterpret_cast<float*>(w.qkv.ensure(rows * qkv * 4));
+  s.q = w.q.ensure(rows * d.heads * d.dim * item + 4096);
+  s.attended = w.attended.ensure(rows * s.ldq * item);
+  s.gated = w.gated.ensure(rows * s.ldi * item);
+  const int64_t padded_keys = (s.longest + 63) / 64 * 64;
+  const int64_t tiles = 64 * (padded_keys + d.dim) * 8 + padded_keys * d.dim * 2 + 65536;  // of attention_tiles.h
+  const bool scratch = s.r.reserve_scratch(std::max<int64_t>(16 * padded_keys, s.widest > 1 ? tiles : 0) + 4096);
+  return s.residual && s.normed && s.qkv && s.q && s.attended && s.gated && scratch;
+}
+
+void run_norm(Step& s, const float* weight, void* out, int32_t dtype, int64_t ldo) {
+  const int per_chunk = std::max(8, (s.c.tokens + 4 * s.r.threads - 1) / (4 * s.r.threads));
+  NormTask task{s.residual, weight, s.d.eps, s.d.hidden, s.c.tokens, per_chunk, dtype, out, ldo};
+  s.r.workers().run((s.c.tokens + per_chunk - 1) / per_chunk, [&](int chunk, int) { s.r.kernels->norm(&task, chunk); });
+}
+
+bool product(Step& s, const Weight* weight, const void* x, int64_t ldx, int32_t epilogue, void* out, int32_t out_dtype, int64_t ldo) {
+  LinearTask task{weight, x, ldx, nullptr, s.x_dtype, s.c.tokens, epilogue, s.d.activation, out_dtype, 0, out, ldo};
+  return run_linear(s.r, task);
+}
+
+void run_rope(Step& s, const LayerDesc& layer, int index) {
+  const StackDesc& d = s.d;
+  const int per_chunk = std::max(4, (s.c.tokens + 4 * s.r.threads - 1) / (4 * s.r.threads));
+  RopeTask task{s.qkv, s.c.positions, s.c.groups[layer.kv_group].slots, d.cos_sin, layer.q_norm, layer.k_norm, d.eps,
+                s.c.tokens, d.heads, d.kv_heads, d.dim, d.rotary, d.interleaved, per_chunk, s.x_dtype, d.kv_dtype,
+                s.q, s.c.keys[index], s.c.values[index]};
+  s.r.workers().run((s.c.tokens + per_chunk - 1) / per_chunk, [&](int chunk, int) { s.r.kernels->rope(&task, chunk); });
+}
+
+void run_attention(Step& s, const LayerDesc& layer, int index) {
+  const StackDesc& d = s.d;
+  const GroupCall& group = s.c.groups[layer.kv_group];
+  const int per_chunk = std::min(s.widest, 128);
+  const int parts = (s.widest + per_chunk - 1) / per_chunk;
+  AttentionTask task{s.q, s.c.keys[index], s.c.values[index], s.c.query_start, s.c.seq_lens, group.block_table, group.table_stride,
+                     s.c.rows, d.heads, d.kv_heads, d.dim, s.c.block_size, layer.window, d.scale, d.softcap,
+                     s.x_dtype, d.kv_dtype, s.x_dtype, per_chunk, parts, s.attended, s.ldq};
+  s.r.workers().run(s.c.rows * d.kv_heads * parts,
+                    [&](int chunk, int thread) { s.r.kernels->attention(&task, chunk, s.r.scratch_of(thread)); });
+}
+
+void embed(Step& s) {
+  for (int t = 0; t < s.c.tokens; ++t) {
+    float* row = s.residual + static_cast<int64_t>(t) * s.d.hidden;
+    s.r.kernels->dequantize_row(s.d.embedding, s.c.token_ids[t], row);
+    if (s.d.embedding_scale != 1.0f) {
+      for (int i = 0; i < s.d.hidden; ++i) row[i] *= s.d.embedding_scale;
+    }
+  }
+}
+
+bool run_layer(Step& s, const LayerDesc& layer, int index) {
+  const StackDesc& d = s.d;
+  const int64_t qkv_width = static_cast<int64_t>(d.heads + 2 * d.kv_heads) * d.dim;
+  run_norm(s, layer.input_norm, s.normed, s.x_dtype, s.ldh);
+  if (!product(s, layer.qkv, s.normed, s.ldh, kStore, s.qkv, kF32, qkv_width)) return false;
+  run_rope(s, layer, index);
+  run_attention(s, layer, index);
+  if (!product(s, layer.attention_out, s.attended, s.ldq, kAdd, s.residual, kF32, d.hidden)) return false;
+  run_norm(s, layer.post_norm, s.normed, s.x_dtype, s.ldh);
+  if (!product(s, layer.gate_up, s.normed, s.ldh, d.gated ? kGated : kAct, s.gated, s.x_dtype, s.ldi)) return false;
+  return product(s, layer.down, s.gated, s.ldi, kAdd, s.residual, kF32, d.hidden);
+}
+
+}  // namespace
+
+int32_t stack_forward(const StackDesc& d, const LayerDesc* layers, const StackCall& c) {
+  Runtime& r = runtime();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  if (c.tokens == 0) return kDone;
+  int32_t status = check(d, c);
+  for (int i = 0; i < d.layers && status == kDone; ++i) {
+    if (i == 0 || layers[i].kv_group != layers[i - 1].kv_group || layers[i].window != layers[i - 1].window) {
+      if (!blocks_exist(c, c.groups[layers[i].kv_group], layers[i].window)) status = kBadBlock;
+    }
+  }
+  if (status != kDone) return status;
+  Step s{r, d, c, product_dtype(r, d.dtype), nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, 0, 0, 0, 0};
+  for (int row = 0; row < c.rows; ++row) {
+    s.longest = std::max(s.longest, static_cast<int>(c.seq_lens[row]));
+    s.widest = std::max(s.widest, static_cast<int>(c.query_start[row + 1] - c.query_start[row]));
+  }
+  if (!allocate(s)) return kNoMemory;
+  embed(s);
+  for (int i = 0; i < d.layers; ++i) {
+    if (!run_layer(s, layers[i], i)) return kNoMemory;
+  }
+  run_norm(s, d.final_norm, c.out, d.dtype, d.hidden);
+  return kDone;
+}
+
+}  // namespace hx
