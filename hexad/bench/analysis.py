@@ -67,7 +67,7 @@ def kernels(
     def body() -> None:
         import torch
 
-        from hexad.bench.facts import read_facts
+        from hexad.bench.facts import locate, read_facts
         from hexad.bench.kernels import measure_kernels
         from hexad.bench.session import calibrated_device, note
         from hexad.hardware.measure import calibrate
@@ -87,9 +87,11 @@ def kernels(
             result["metrics"] = {"rows": rows}
             results.save(result, json_path)
 
+        path = locate(model)
         rows = measure_kernels(
             spec, getattr(torch, dtype or spec.dtype), chosen, calibrated_device(result["calibration"]),
             batches=batch or [1, 8, 64, 256], contexts=context or [512, 2048], ops=op or (), seconds=seconds, save=keep,
+            packed=path if path.suffix == ".gguf" else None,
         )  # fmt: skip
         result["partial"] = False
         result["metrics"] = {"rows": rows, "us": {f"{r['op']} {r['label']} {r['provider']}": r["us"] for r in rows}}
@@ -144,6 +146,7 @@ def profile(
     batch: BatchesOption = None,
     prompt: Annotated[int, typer.Option("--input-len", help="prompt tokens")] = 128,
     steps: Annotated[int, typer.Option(help="decode steps recorded")] = 32,
+    by_layer: Annotated[bool, typer.Option("--by-layer", help="do without whole-network operators, to see inside them")] = False,
     option: EngineOption = None,
     calibration_s: CalibrationOption = 0.3,
     quiet: QuietOption = False,
@@ -164,6 +167,8 @@ def profile(
         options = {"enforce_eager": True, "enable_prefix_caching": False} | engine_options(option)
         if is_shape(model):
             options.setdefault("load_format", "dummy")
+        if by_layer:
+            options["operators"] = {**dict.fromkeys(profiling.WHOLE, "torch"), **options.get("operators", {})}
         on_gpu = str(options.get("device") or "auto") != "cpu" and torch.cuda.is_available()
         spec, stored = read_facts(model)
         result = results.new_result("profile", None, spec.name, stored.name)
@@ -173,7 +178,7 @@ def profile(
         result["device"] = {"name": calibrated.name}
         costs = costs_of(spec, stored, options)
         for size in batch or [1, 16]:
-            recorder = profiling.Recorder(on_gpu)
+            recorder = profiling.Recorder(on_gpu, costs)
             with profiling.recording(load_operators(), recorder):
                 face = InProcess(resolve_model(model), options)
             try:

@@ -214,10 +214,10 @@ def report(
 ) -> None:
     """Draw throughput and latency against concurrency or batch, and before/after bars, as PNG."""
     from hexad.bench.report import draw
-    from hexad.bench.results import load_result
+    from hexad.bench.results import load_results
 
     def body() -> None:
-        for path in draw({path.stem: load_result(path) for path in files}, out):
+        for path in draw(load_results(files), out):
             typer.echo(str(path))
 
     guarded(body)
@@ -229,11 +229,11 @@ def table(
     update: Annotated[Path | None, typer.Option(help="a Markdown file: put the table between its results marks")] = None,
 ) -> None:
     """Print a Markdown table: measured, floor, and how near it comes."""
-    from hexad.bench.results import load_result
+    from hexad.bench.results import load_results
     from hexad.bench.tables import insert, markdown
 
     def body() -> None:
-        made = markdown({path.stem: load_result(path) for path in files})
+        made = markdown(load_results(files))
         if update is None:
             typer.echo(made)
         else:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hexad.models.costs import ModelCosts, Rows, linears
+from hexad.models.loader import open_weights
 from hexad.models.spec import ModelSpec
 from hexad.operators.args import ActArgs, AttentionArgs, LinearArgs, NormArgs, RopeKVArgs
 from hexad.operators.batch import AttentionBatch, KVPages
@@ -30,12 +33,25 @@ class Case:
     flops: float
 
 
-def cases(spec: ModelSpec, dtype: torch.dtype, device: torch.device, batches: Sequence[int], contexts: Sequence[int]) -> Iterator[Case]:
-    """Every case: linear layers, norms, activation and rope by batch; attention by batch and context, and whole prompts."""
+def cases(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    packed: Path | None = None,
+) -> Iterator[Case]:
+    """Every case: linear layers, norms, activation and rope by batch; attention by batch and context, and whole prompts.
+
+    Args:
+        packed: a GGUF file: its matrices are timed as they are packed, too.
+    """
     for batch in batches:
         for m in linears(spec):
             if m.role not in ("expert", "router"):
                 yield _linear(m.name, m.out_features, m.in_features, batch, dtype, device)
+        if packed is not None:
+            yield from _packed(spec, packed, batch, dtype, device)
         yield _norm(spec, batch, dtype, device)
         if spec.mlp.gated:
             yield _gated(spec, batch, dtype, device)
@@ -62,6 +78,40 @@ def _linear(name: str, out: int, inner: int, rows: int, dtype: torch.dtype, devi
         float(out * inner * dtype.itemsize),
         2.0 * rows * out * inner,
     )
+
+
+_PARTS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "o": ("self_attn.o_proj",),
+    "up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",),
+}  # fmt: skip
+
+
+def _packed(spec: ModelSpec, path: Path, rows: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """The file's own matrices; copies come from one layer after another."""
+    from hexad.operators.packed import PackedLinearArgs
+
+    store = open_weights(path, spec)
+    for name, parts in _PARTS.items():
+        layers = itertools.cycle(range(spec.num_layers))
+
+        def stored(parts: tuple[str, ...] = parts, layers: Iterator[int] = layers) -> list[Any]:
+            layer = next(layers)
+            return [store.get(f"model.layers.{layer}.{part}.weight") for part in parts]
+
+        first = stored()
+        out, inner = sum(part.shape[0] for part in first), first[0].shape[1]
+        if len({part.format for part in first}) != 1:
+            continue  # the engine splits these
+        yield Case(
+            "packed_linear",
+            f"{name} {first[0].format} {rows}x{inner}x{out}",
+            PackedLinearArgs(inner, out, False, first[0].format, dtype, dtype, device.type),
+            lambda stored=stored: (stored(), None),  # type: ignore[misc]
+            lambda inner=inner: (_rand(rows, inner, dtype=dtype, device=device),),  # type: ignore[misc]
+            1,
+            float(sum(part.nbytes for part in first)),
+            2.0 * rows * out * inner,
+        )
 
 
 def _norm(spec: ModelSpec, rows: int, dtype: torch.dtype, device: torch.device) -> Case:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ def measure_kernels(
     contexts: Sequence[int],
     ops: Sequence[str] = (),
     seconds: float = 0.2,
+    packed: Path | None = None,
     save: Callable[[list[Row]], None] = lambda _rows: None,
 ) -> list[Row]:
     """Time every case with every provider that supports it; `save` hears of the rows so far.
@@ -38,7 +40,7 @@ def measure_kernels(
     """
     rows: list[Row] = []
     with torch.inference_mode():
-        for case in cases(spec, dtype, device, batches, contexts):
+        for case in cases(spec, dtype, device, batches, contexts, packed):
             if not ops or case.op in ops:
                 rows += measure_case(case, device, calibrated, seconds)
                 save(rows)

@@ -18,10 +18,12 @@ import torch
 from hexad.hardware.registry import Device
 from hexad.hardware.roofline import Work, bound
 from hexad.models.costs import ModelCosts, Rows
+from hexad.models.formats.stored import FORMATS as STORED_FORMATS
 from hexad.operators.registry import Bound, Registry
 
 GAPS_LIMIT = 0.25  # of a step outside operators: then scheduling, not operators, is the first thing to mend
 NEAR_BOUND = 0.6
+WHOLE = ("decoder_stack",)
 _COMPUTE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -42,6 +44,7 @@ class Recorder:
     """Collects while `on`; `on_gpu` leaves the timing to the profiler."""
 
     on_gpu: bool
+    costs: ModelCosts | None = None  # for operators that are the whole network
     on: bool = False
     depth: int = 0
     times: dict[str, OpTime] = field(default_factory=dict)
@@ -71,8 +74,12 @@ class Recorder:
             self.depth -= 1
         entry.seconds += 0.0 if self.on_gpu else time.perf_counter() - start
         entry.calls += 1
-        entry.nbytes += traffic_bytes(bound_op.op, inputs, result)
-        entry.flops += call_flops(bound_op.op, args, inputs)
+        if bound_op.op in WHOLE and self.costs is not None:
+            nbytes, flops = stack_work(self.costs, inputs)
+        else:
+            nbytes, flops = traffic_bytes(bound_op.op, args, inputs, result), call_flops(bound_op.op, args, inputs)
+        entry.nbytes += nbytes
+        entry.flops += flops
         return result
 
 
@@ -91,15 +98,30 @@ def recording(registry: Registry, recorder: Recorder) -> Iterator[None]:
         registry.bind = plain  # type: ignore[method-assign]
 
 
-def traffic_bytes(op: str, inputs: tuple[Any, ...], result: Any) -> float:
+def stack_work(costs: ModelCosts, inputs: tuple[Any, ...]) -> tuple[float, float]:
+    """(bytes, operations) of a whole decoder without its head: `decoder_stack(token_ids, positions, groups, kv_layers, ...)`."""
+    tokens, batch = inputs[0].shape[0], inputs[2][0]
+    rows = max(len(batch.seq_lens), 1)
+    new = max(tokens // rows, 1)
+    work = costs.step([Rows(rows, new, max(_context(batch) - new, 0), samples=False)])
+    return work.read_bytes - costs.head_bytes(), sum(work.flops.values()) + sum(work.attention_flops.values())
+
+
+def _context(batch: Any) -> float:
+    """Mean visible length of a batch's rows; its longest where asking would wait for the device."""
+    lengths = batch.seq_lens
+    return float(lengths.float().mean().item()) if lengths.device.type == "cpu" and len(lengths) else float(batch.max_seq_len)
+
+
+def traffic_bytes(op: str, args: Any, inputs: tuple[Any, ...], result: Any) -> float:
     """Bytes of the tensors that a call reads and writes; of attention's pages, those that the batch names."""
+    if op == "packed_linear":
+        elements, nbytes = STORED_FORMATS[args.format]
+        return float(args.out_features * args.in_features * nbytes / elements) + _nbytes(inputs[0]) + _nbytes(result)
     if op == "paged_attention":
         q, kv, batch = inputs[:3]
-        tokens = (
-            float(batch.seq_lens.sum().item()) if batch.seq_lens.device.type == "cpu" else float(len(batch.seq_lens) * batch.max_seq_len)
-        )
-        per_token = 2 * kv.k.shape[2] * kv.k.shape[3] * kv.k.element_size()
-        return float(tokens * per_token + 2 * q.numel() * q.element_size())
+        per_token = 2.0 * kv.k.shape[2] * kv.k.shape[3] * kv.k.element_size()
+        return float(_context(batch) * len(batch.seq_lens) * per_token + 2 * q.numel() * q.element_size())
     if op == "embedding":
         return 2.0 * _nbytes(result)
     if op == "rope_kv_write":

@@ -14,6 +14,7 @@ import platform
 import stat
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,32 @@ def save(result: dict[str, Any], path: Path | None) -> None:
     temporary.replace(path)
 
 
+def is_result(value: Any) -> bool:
+    """Whether a parsed file was written by `hexad bench`."""
+    return isinstance(value, dict) and isinstance(value.get("metrics"), dict) and isinstance(value.get("load"), dict) and "kind" in value
+
+
+def load_results(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Results by file name; files that are valid JSON but of another kind are left out.
+
+    Raises:
+        ConfigError: a file that cannot be read, or not one result among them.
+    """
+    from hexad.common.errors import ConfigError
+
+    found = {}
+    for path in paths:
+        try:
+            value = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read as a result: {error}") from None
+        if is_result(value):
+            found[path.stem] = value
+    if not found:
+        raise ConfigError("none of these files is a result of `hexad bench`")
+    return found
+
+
 def load_result(path: Path) -> dict[str, Any]:
     """Read a result file.
 
@@ -117,9 +144,9 @@ def load_result(path: Path) -> dict[str, Any]:
     from hexad.common.errors import ConfigError
 
     try:
-        result = json.loads(path.read_text())
+        result: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as a result: {error}") from None
-    if not isinstance(result, dict) or not isinstance(result.get("metrics"), dict) or "load" not in result:
+    if not is_result(result):
         raise ConfigError(f"{path} is not a result of `hexad bench`: it has no load and metrics")
     return result

@@ -175,6 +175,10 @@ class ModelCosts:
         """Weights that one rank reads in a step of `tokens` tokens."""
         return sum(self._bytes(m) * self._copies_read(m, tokens) for m in self._linears) / self.tp + self._small_bytes()
 
+    def head_bytes(self) -> float:
+        """Bytes of the output head on one rank (a tied one too); 0 without a head."""
+        return sum(self._bytes(m) for m in self._linears if m.role == "head") / self.tp
+
     def flops(self, tokens: int, sampled: int) -> dict[str, float]:
         """Operations of the linear layers on one rank, by the kind they run in."""
         total: dict[str, float] = {}

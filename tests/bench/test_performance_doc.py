@@ -9,6 +9,7 @@ import pytest
 from hexad.bench.facts import read_facts
 from hexad.bench.floors import load_floor
 from hexad.bench.loads import find_load
+from hexad.bench.results import is_result
 from hexad.bench.tables import BEGIN, END, insert, markdown
 from hexad.common.errors import ConfigError
 from hexad.hardware.registry import find_device
@@ -24,7 +25,7 @@ def saved_results():
     found = {}
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         result = json.loads(path.read_text())
-        if "load" in result and "metrics" in result and "tree" in result:
+        if is_result(result):
             found[path.stem] = result
     return found
 
