@@ -25,6 +25,13 @@ CHOICES = [
     Choice("stream", 128, 64, 4, 4, 64),
 ]
 ARCHES = [80, 89, 90]
+LLAMA = (32, 8, 128, 64, torch.bfloat16, None, None)
+MODELS = [
+    *[(arch, *LLAMA) for arch in ARCHES],
+    (80, 9, 3, 64, 16, torch.float32, None, None),  # SmolLM2 135M
+    (90, 4, 1, 256, 64, torch.bfloat16, 512, 50.0),  # Gemma
+    (89, 32, 32, 96, 32, torch.float16, 2047, None),  # Phi 3
+]
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes a program may use
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv"}
 
@@ -45,17 +52,8 @@ def descriptor(made, tile: int, dtype) -> str:
     return f"tensordesc<{NAMES[dtype]}[1, 1, {tile}, {made.dim_pad}]>" if made._copied(tile) else "constexpr"
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block", "dtype", "window", "softcap"),
-    [
-        (32, 8, 128, 64, torch.bfloat16, None, None),  # Llama 3.1 8B
-        (9, 3, 64, 16, torch.float32, None, None),  # SmolLM2 135M
-        (4, 1, 256, 64, torch.bfloat16, 512, 50.0),  # Gemma
-        (32, 32, 96, 32, torch.float16, 2047, None),  # Phi 3
-    ],
-)
-def test_attention(heads, kv_heads, dim, block, dtype, window, softcap, arch):
+@pytest.mark.parametrize(("arch", "heads", "kv_heads", "dim", "block", "dtype", "window", "softcap"), MODELS)
+def test_attention(arch, heads, kv_heads, dim, block, dtype, window, softcap):
     made = layout(arch, heads, kv_heads, dim, block, dtype, window, softcap)
     name = "*" + NAMES[dtype]
     compiled(made._decode, [name, name, name, "*i32", "*i32", "*fp32", "*fp32", name, "i32"], arch)
