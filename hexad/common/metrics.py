@@ -36,6 +36,15 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     gaps_s: tuple[float, ...] = ()  # between successive outputs of one choice
 
 
+class OwnSample(msgspec.Struct, frozen=True, array_like=True):
+    """One number that an API process has counted by itself."""
+
+    metric: str
+    sample: str  # the metric's name with _total, _bucket, _sum, _count
+    labels: dict[str, str]
+    value: float
+
+
 class MetricsRegistry:
     """Own every metric of one served model. Not thread-safe beyond what prometheus_client is."""
 
@@ -44,6 +53,7 @@ class MetricsRegistry:
         self._model = model_name
         self._stats: Stats = {}
         self._cache_info: dict[str, str] | None = None
+        self._others: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
         self._own = CollectorRegistry(auto_describe=False)
         self._metrics: dict[str, Any] = {m.name: _make(m, self._own) for m in METRICS if m.source != "engine"}
         self._shown = CollectorRegistry(auto_describe=False)
@@ -94,6 +104,20 @@ class MetricsRegistry:
         """The engine's latest `stats`; None: it did not answer (its counters stay, `engine_up` is 0)."""
         self._stats = {**self._stats, "up": 0} if stats is None else {**stats, "up": 1}
 
+    def own_samples(self) -> list[OwnSample]:
+        """What this process has counted, for its siblings."""
+        families = self._own.collect()
+        samples = ((family.name, s.name, s.labels, s.value) for family in families for s in family.samples)
+        return [OwnSample(*sample) for sample in samples if not sample[1].endswith("_created")]
+
+    def set_others(self, samples: list[OwnSample]) -> None:
+        """What the other API processes have counted; it is added to our own."""
+        self._others = {}
+        for sample in samples:
+            values = self._others.setdefault(sample.metric, {})
+            key = (sample.sample, tuple(sample.labels.items()))
+            values[key] = values.get(key, 0.0) + sample.value
+
     def render(self) -> bytes:
         """The body of /metrics (`CONTENT_TYPE`)."""
         return bytes(generate_latest(self._shown))
@@ -112,7 +136,7 @@ class MetricsRegistry:
         for metric in METRICS:
             family = self._engine_family(metric) if metric.source == "engine" else own.get(metric.name)
             if family is not None:
-                yield metric, family
+                yield metric, _added(family, self._others.get(metric.name)) if metric.source != "engine" else family
 
     def _engine_family(self, metric: Metric) -> Family | None:
         if metric.kind == "info":
@@ -155,6 +179,19 @@ class _Shown(Collector):  # type: ignore[misc]  # prometheus_client is untyped h
             yield _prefixed(family, PREFIX)
             if self._twins and metric.vllm:
                 yield _prefixed(family, TWIN_PREFIX)
+
+
+def _added(family: Family, others: Mapping[tuple[str, tuple[tuple[str, str], ...]], float] | None) -> Family:
+    """`family` with the counts of others; what only they have comes at the end, in their order."""
+    if not others:
+        return family
+    rest = dict(others)
+    own = [s._replace(value=s.value + rest.pop((s.name, tuple(s.labels.items())), 0.0)) for s in family.samples]
+    total = Family(family.name, family.documentation, family.type)
+    total.samples = own
+    for (name, labels), value in rest.items():
+        total.add_sample(name, dict(labels), value)
+    return total
 
 
 def _prefixed(family: Family, prefix: str) -> Family:

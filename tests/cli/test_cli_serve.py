@@ -253,7 +253,7 @@ def test_tls(tiny: Path, tmp_path: Path) -> None:
         (["--api-key", "sha256:zz"], ["server.api_key"]),
         (["--ssl-certfile", "x.pem"], ["server.ssl_keyfile"]),
         (["--ssl-certfile", "x.pem", "--ssl-keyfile", "y.pem"], ["x.pem", "y.pem"]),
-        (["--api-server-count", "2"], ["server.api_server_count"]),
+        (["--api-server-count", "2000"], ["server.api_server_count"]),
         (["--tokenizer", "/nowhere"], ["/nowhere"]),
         (["--generation-config", "/nowhere"], ["/nowhere"]),
         (["--max-modl-len", "5"], ["--max-modl-len", "--max-model-len"]),

@@ -34,7 +34,8 @@ def tricks(path: str) -> list[str]:
     first, _, rest = plain[1:].partition("/")
     return [
         plain, plain + "/", "/" + plain, "//" + plain, "/." + plain, f"/x/..{plain}", f"/health/..{plain}", f"/health/%2e%2e{plain}",
-        f"/health;{plain}", f"/health%2f..{plain}", f"/health?x={plain}", f"/%{ord(plain[1]):02x}{plain[2:]}", plain.upper(), f"/{first}%2f{rest}",
+        f"/health;{plain}", f"/health%2f..{plain}", f"/health?x={plain}", f"/%{ord(plain[1]):02x}{plain[2:]}", plain.upper(),
+        f"/{first}%2f{rest}",
         f"{plain}?api_key={KEY}", f"{plain}?key={KEY}&access_token={KEY}", f"http://x{plain}", f"http://x/health@x{plain}",
         f"{plain}%00", f"{plain}#/health", f"{plain}/../../health", f"/health{plain}", f"/ping{plain}", f"\\health{plain}",
     ]  # fmt: skip
@@ -150,7 +151,8 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
 FORBIDDEN = {
     "eval", "exec", "compile", "__import__", "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib",
     "torch.load", "torch.jit.load", "torch.package", "numpy.load", "np.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load",
-    "os.system", "os.popen", "shell=True", "allow_pickle=True", "trust_remote_code=True", "weights_only=False", "jinja2.Environment", "jinja2.Template",
+    "os.system", "os.popen", "shell=True", "allow_pickle=True", "trust_remote_code=True", "weights_only=False",
+    "jinja2.Environment", "jinja2.Template",
 }  # fmt: skip
 ALLOWED: dict[tuple[str, str], str] = {}  # (file, name) -> why it is safe
 

@@ -63,6 +63,8 @@ async def load(state: ServerState, http: Request) -> Response:
 
 async def metrics(state: ServerState, http: Request) -> Response:
     state.metrics.set_engine_stats(await _stats(state))
+    if state.shared_metrics is not None:
+        state.shared_metrics.read(state.metrics)
     return Response(state.metrics.render(), media_type=CONTENT_TYPE)
 
 

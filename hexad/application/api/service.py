@@ -21,6 +21,7 @@ import uvicorn
 
 from hexad.application.api.app import build_app
 from hexad.application.api.auth import Keys
+from hexad.application.api.front_ends import FrontEnds, more_sockets
 from hexad.application.api.protocol import guarded
 from hexad.application.api.startup import Opened
 from hexad.application.api.state import ServerState
@@ -33,6 +34,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LAST_WORDS_S = 1.5  # after a kill: time for error events to be written
 KEEP_ALIVE_S = 75
 BACKLOG = 2_048
+MAX_API_SERVERS = 64
 
 
 class Server(uvicorn.Server):
@@ -51,7 +53,10 @@ class Service:
         config: HexadConfig,
         open_server: Callable[[], Coroutine[Any, Any, Opened]],
         on_listening: Callable[[Opened, str], None] = lambda opened, url: None,
+        sock: socket.socket | None = None,
     ) -> None:
+        """`sock`: one that is bound already; else the configured address is bound."""
+        self._sock = sock
         self._config = config
         self._open_server = open_server
         self._on_listening = on_listening
@@ -69,12 +74,13 @@ class Service:
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
         try:
-            with bind(self._config.server) as sock:
+            with self._sock or bind(self._config.server) as sock:
                 opened = await self._or_signal(self._open_server())
                 if opened is None:
                     return 0
                 try:
-                    return await self._serve(opened, sock)
+                    serve = self._serve if self._config.server.api_server_count == 1 else self._serve_many
+                    return await serve(opened, sock)
                 finally:
                     await opened.close()
         finally:
@@ -104,6 +110,7 @@ class Service:
         listen(sock, self._config.server)
         server = Server(uvicorn_config(opened.state, self._config.server))
         serving = asyncio.ensure_future(server.serve(sockets=[sock]))
+        sharing = asyncio.ensure_future(shared.keep_writing(opened.state.metrics)) if (shared := opened.state.shared_metrics) else None
         asked = asyncio.ensure_future(self._asked.wait())
         lost = asyncio.ensure_future(opened.engine.gave_up.wait())
         try:
@@ -119,6 +126,27 @@ class Service:
             lost.cancel()
             server.should_exit = True
             await serving
+            if sharing is not None:
+                sharing.cancel()
+                await asyncio.gather(sharing, return_exceptions=True)
+
+    async def _serve_many(self, opened: Opened, sock: socket.socket) -> int:
+        """Several API processes serve; this one looks after them and the engine."""
+        server = self._config.server
+        front_ends = FrontEnds(opened.state.config, more_sockets(sock, server.api_server_count, BACKLOG), opened.engine.address)
+        opened.engine.on_restart = lambda client: front_ends.use(client.address)
+        try:
+            if await self._or_signal(front_ends.start()) is None:
+                return 0
+            self._on_listening(opened, url_of(sock, server))
+            ends = [asyncio.ensure_future(e.wait()) for e in (self._asked, opened.engine.gave_up, front_ends.failed)]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                end.cancel()
+            await front_ends.end(server.shutdown_timeout_s, self._forced)
+            return 1 if opened.engine.gave_up.is_set() or front_ends.failed.is_set() else 0
+        finally:
+            await front_ends.close()
 
     async def _drain(self, state: ServerState) -> None:
         admission, timeout_s = state.admission, self._config.server.shutdown_timeout_s
@@ -160,8 +188,8 @@ def bind(server: ServerConfig) -> socket.socket:
     """
     Keys(server.api_key)
     _check_certificate(server)
-    if server.api_server_count != 1:
-        raise ConfigError(f"server.api_server_count = {server.api_server_count}: this build runs one API process, use 1")
+    if server.api_server_count > MAX_API_SERVERS:
+        raise ConfigError(f"server.api_server_count = {server.api_server_count}: use at most {MAX_API_SERVERS}, about one a core")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
@@ -170,12 +198,25 @@ def bind(server: ServerConfig) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
+        if server.api_server_count > 1:
+            sock = _shareable(sock)  # only now: a port that is shared from the start could be another server's
     except OSError as error:
         sock.close()
         raise StartupError(
             f"cannot listen on {server.host} port {server.port} ({error.strerror}): use another --port, 0 picks one"
         ) from None
     return sock
+
+
+def _shareable(sock: socket.socket) -> socket.socket:
+    """A socket bound to the address of `sock`, which is closed, that others of ours may bind too."""
+    address = sock.getsockname()
+    another = socket.socket(sock.family, sock.type, sock.proto)
+    sock.close()
+    another.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    another.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    another.bind(address)
+    return another
 
 
 def listen(sock: socket.socket, server: ServerConfig) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hexad.application.api.admission import Admission
+from hexad.application.api.shared_metrics import SharedMetrics
 from hexad.application.api.state import ServerState
 from hexad.application.api.supervisor import SupervisedEngine
 from hexad.common.config import HexadConfig
@@ -85,7 +86,7 @@ async def open_server(
         raise
     engine = SupervisedEngine(client, lambda: EngineClient.start(config), max_deaths=config.server.max_engine_restarts)
     assert client.config is not None
-    return Opened(_state(client.config, engine, text), engine, text, client.notes)
+    return Opened(make_state(client.config, engine, text), engine, text, client.notes)
 
 
 async def _abandon(starting: asyncio.Future[EngineClient], reading: asyncio.Future[TextSide]) -> None:
@@ -134,7 +135,8 @@ def sampling_defaults(choice: str, model: Path) -> dict[str, Any]:
     return {key: values[key] for key in SAMPLING_KEYS if isinstance(values.get(key), int | float)}
 
 
-def _state(config: HexadConfig, engine: SupervisedEngine, text: TextSide) -> ServerState:
+def make_state(config: HexadConfig, engine: SupervisedEngine, text: TextSide, *, shared: SharedMetrics | None = None) -> ServerState:
+    """A server's state over a running engine. `config` is the resolved one."""
     names = config.model.served_model_name or (text.name,)
     metrics = MetricsRegistry(names[0])
     welcome = engine.welcome
@@ -149,6 +151,7 @@ def _state(config: HexadConfig, engine: SupervisedEngine, text: TextSide) -> Ser
         admission=Admission(config.scheduler.max_num_seqs, config.scheduler.max_num_queued_reqs),
         sampling_defaults=text.sampling_defaults,
         eos_token_ids=text.eos_token_ids,
+        shared_metrics=shared,
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from hexad.application.api.admission import Admission
+from hexad.application.api.shared_metrics import SharedMetrics
 from hexad.common.config import HexadConfig
 from hexad.common.errors import NotFoundError
 from hexad.common.metrics import MetricsRegistry
@@ -69,6 +70,7 @@ class ServerState:
     admission: Admission
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # from the model's generation_config.json
     eos_token_ids: tuple[int, ...] = ()
+    shared_metrics: SharedMetrics | None = None  # with several API processes
     created_s: int = field(default_factory=lambda: int(time.time()))
     text_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "hexad-text"))
 

@@ -35,6 +35,7 @@ class SupervisedEngine:
     ) -> None:
         self.gave_up = asyncio.Event()
         self.num_deaths = 0
+        self.on_restart: Callable[[EngineClient], Awaitable[None]] | None = None  # told each new connection
         self._start = start
         self._max_deaths = max_deaths
         self._first_pause_s = first_pause_s
@@ -48,6 +49,10 @@ class SupervisedEngine:
         self._client = client
         self.welcome: Welcome = client.welcome
         client.on_death(self._on_death)
+
+    @property
+    def address(self) -> str:
+        return self._client.address
 
     @property
     def is_alive(self) -> bool:
@@ -95,7 +100,9 @@ class SupervisedEngine:
                 except StartupError as error:
                     log.error("the engine process could not be started again: %s", error.message)
                     continue
-                log.warning("the engine process was started again")
+                log.warning("the engine is there again")
+                if self.on_restart is not None:
+                    await self.on_restart(self._client)
                 return
         finally:
             self._restart = None
