@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from hexad.cli.settings import Settings, field_types, flag_name, load_settings
+from hexad.common.presets import PRESETS
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "model.model": ("--model",),
@@ -86,19 +87,21 @@ def with_config(command: Callable[..., None], *, model_argument: bool = True) ->
 
     def run(**values: Any) -> None:
         flags = {key: values.pop(name) for name, key in options.items()}
-        file, model = values.pop("config_file"), values.pop("model_argument", None)
+        file, model, profile = values.pop("config_file"), values.pop("model_argument", None), values.pop("profile")
         given = {key: _plain(value) for key, value in flags.items() if value is not None and value != []}
         if model is not None:
             given["model.model"] = model
-        command(settings=load_settings(given, file), **values)
+        command(settings=load_settings(given, file, profile=profile), **values)
 
     model_help = "A folder, a .gguf file, or a source (hf:org/name, pypi:package)."
     file_help = "YAML or TOML file with any of the keys below."
+    profile_help = f"Scheduler settings for a kind of traffic: {', '.join(f'{p.name} ({p.purpose})' for p in PRESETS.values())}."
     argument = _parameter("model_argument", str | None, typer.Argument(metavar="MODEL", help=model_help), None)
     parameters = [
         *([argument] if model_argument else []),
         *own.values(),
         _parameter("config_file", str | None, typer.Option("--config", metavar="FILE", help=file_help), None),
+        _parameter("profile", str | None, typer.Option("--profile", metavar="|".join(PRESETS), help=profile_help), None),
         *(_option(name, key) for name, key in options.items()),
     ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -30,6 +30,7 @@ def _serve(*, settings: Settings) -> None:
 
     config = settings.config
     log.set_up(config.server.log_level, config.server.log_format, process="api")
+    announce_profile(settings)
     phases = Phases()
 
     async def main() -> int:
@@ -41,6 +42,15 @@ def _serve(*, settings: Settings) -> None:
 
 
 app.command("serve")(with_config(_serve))
+
+
+def announce_profile(settings: Settings) -> None:
+    """What --profile set, and why; what the user set over it is left out."""
+    from hexad.common.presets import find_preset
+
+    for key, value, origin in settings.rows():
+        if origin.startswith("profile "):
+            print(f"  {key} = {value}: {find_preset(origin.removeprefix('profile ')).reasons[key]}", flush=True)
 
 
 class Phases:

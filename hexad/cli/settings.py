@@ -1,4 +1,4 @@
-"""The configuration from its four sources: flags > environment > file > defaults. Each value remembers where it came from."""
+"""The configuration from its four sources: flags > environment > file > profile > defaults. Each value remembers where it came from."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin
 from hexad.cli.sizes import parse_size
 from hexad.common.config import HexadConfig
 from hexad.common.errors import ConfigError, nearest
+from hexad.common.presets import find_preset
 
 ENV_PREFIX = "HEXAD_"
 ENV_SEPARATOR = "__"
@@ -48,8 +49,10 @@ def field_types() -> dict[str, Any]:
     return types
 
 
-def load_settings(flags: Mapping[str, Any], file: str | None = None, env: Mapping[str, str] | None = None) -> Settings:
-    """Put the sources together. `flags` are flat `{"section.key": value}`.
+def load_settings(
+    flags: Mapping[str, Any], file: str | None = None, env: Mapping[str, str] | None = None, profile: str | None = None
+) -> Settings:
+    """Put the sources together. `flags` are flat `{"section.key": value}`; a profile's values stand just above the defaults.
 
     Raises:
         ConfigError: an unknown key (names the nearest) or a bad value, and which source it came from.
@@ -57,6 +60,7 @@ def load_settings(flags: Mapping[str, Any], file: str | None = None, env: Mappin
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     layers = [
+        *([(f"profile {profile}", find_preset(profile).values)] if profile else []),
         *([(f"file {file}", read_file(Path(file)))] if file else []),
         *((f"environment {name}", {key: value}) for name, key, value in read_env(os.environ if env is None else env)),
         *((f"flag {flag_name(key)}", {key: value}) for key, value in flags.items()),
