@@ -10,16 +10,18 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.websockets import WebSocket
 
 import hexad
 from hexad.application.api import health, tokens
 from hexad.application.api.auth import OPEN_PATHS, Authenticate, Keys
-from hexad.application.api.chat import chat_completions
-from hexad.application.api.completions import completions
+from hexad.application.api.chat import answer_chat, chat_completions
+from hexad.application.api.completions import answer_completion, completions
 from hexad.application.api.errors import CatchErrors, on_hexad_error, on_http_exception
 from hexad.application.api.middleware import LimitBody, RequestContext
 from hexad.application.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from hexad.application.api.state import ServerState
+from hexad.application.api.websocket import Answer, serve_socket
 from hexad.common.errors import HexadError
 
 Handler = Callable[[ServerState, Request], Awaitable[Response]]
@@ -41,6 +43,10 @@ POST: dict[str, tuple[Handler, type[Any]]] = {
     "/tokenize": (tokens.tokenize, TokenizeRequest),
     "/detokenize": (tokens.detokenize, DetokenizeRequest),
 }
+SOCKETS: dict[str, Answer] = {
+    "/v1/completions": answer_completion,
+    "/v1/chat/completions": answer_chat,
+}
 
 
 def build_app(state: ServerState) -> FastAPI:
@@ -56,6 +62,8 @@ def build_app(state: ServerState) -> FastAPI:
     for path, (handler, schema) in POST.items():
         body = {"requestBody": {"required": True, "content": {"application/json": {"schema": _schema(schema)}}}}
         app.add_api_route(path, _endpoint(handler, state), methods=["POST"], response_class=Response, name=path, openapi_extra=body)
+    for path, answer in SOCKETS.items():
+        app.add_api_websocket_route(path, _socket(answer, state), name=f"websocket {path}")
     app.add_exception_handler(HexadError, on_hexad_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     server = state.config.server
@@ -79,6 +87,13 @@ def _endpoint(handler: Handler, state: ServerState) -> Callable[[Request], Await
         return await handler(state, request)
 
     endpoint.__doc__ = handler.__doc__
+    return endpoint
+
+
+def _socket(answer: Answer, state: ServerState) -> Callable[[WebSocket], Awaitable[None]]:
+    async def endpoint(websocket: WebSocket) -> None:
+        await serve_socket(state, websocket, answer)
+
     return endpoint
 
 

@@ -56,14 +56,10 @@ class Authenticate:
         self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or not self.keys:
-            await self.app(scope, receive, send)
-        elif scope["type"] == "http":
-            if scope["path"] not in OPEN_PATHS:
-                scope.setdefault("state", {})["tenant"] = self._tenant(scope)
-            await self.app(scope, receive, send)
-        else:
-            await send({"type": "websocket.close", "code": 1008})
+        needs_key = scope["type"] == "websocket" or (scope["type"] == "http" and scope["path"] not in OPEN_PATHS)
+        if self.keys and needs_key:
+            scope.setdefault("state", {})["tenant"] = self._tenant(scope)
+        await self.app(scope, receive, send)
 
     def _tenant(self, scope: Scope) -> str:
         """The holder of the key in the headers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from hexad.application.api import wire
 from hexad.application.api.body import read_object
 from hexad.application.api.fields import read
 from hexad.application.api.generation import News
-from hexad.application.api.job import Head, Job, Parts
+from hexad.application.api.job import Caller, Head, Job, Parts
 from hexad.application.api.logprobs import chat_logprobs, prompt_logprobs
 from hexad.application.api.prompts import Prompt, chat_prompt, turn
 from hexad.application.api.schema import ChatRequest
@@ -21,7 +22,12 @@ from hexad.application.api.state import ServerState
 
 async def chat_completions(state: ServerState, http: Request) -> Response:
     """One conversation, answered."""
-    request, ignored = read(await read_object(http), ChatRequest)
+    return await answer_chat(state, http, await read_object(http))
+
+
+async def answer_chat(state: ServerState, http: Caller, body: dict[str, Any]) -> Response:
+    """The answer to one body, whichever way it came."""
+    request, ignored = read(body, ChatRequest)
     job = Job(state, http, request, ignored)
 
     def prompts() -> list[Prompt]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from hexad.application.api import wire
 from hexad.application.api.body import read_object
 from hexad.application.api.fields import read
 from hexad.application.api.generation import Choice, News
-from hexad.application.api.job import Head, Job, Parts
+from hexad.application.api.job import Caller, Head, Job, Parts
 from hexad.application.api.logprobs import LegacyLogprobs, join_legacy, prompt_logprobs
 from hexad.application.api.prompts import Prompt, read_prompts
 from hexad.application.api.schema import CompletionRequest
@@ -24,7 +25,12 @@ MAX_CHOICES = 1_024
 
 async def completions(state: ServerState, http: Request) -> Response:
     """One or many prompts, continued."""
-    request, ignored = read(await read_object(http), CompletionRequest)
+    return await answer_completion(state, http, await read_object(http))
+
+
+async def answer_completion(state: ServerState, http: Caller, body: dict[str, Any]) -> Response:
+    """The answer to one body, whichever way it came."""
+    request, ignored = read(body, CompletionRequest)
     job = Job(state, http, request, ignored)
 
     def prompts() -> list[Prompt]:

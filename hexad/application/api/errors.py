@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketDisconnect
 
 from hexad.application.api import wire
 from hexad.application.api.admission import retry_after_header
@@ -77,6 +78,9 @@ class CatchErrors:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._handshake(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -96,3 +100,35 @@ class CatchErrors:
             if started:
                 raise ConnectionError(failure.message) from None
             await error_response(failure)(scope, receive, send)
+
+    async def _handshake(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A handshake that is refused gets an HTTP error; after it, a failure closes the connection."""
+        accepted = False
+
+        async def watch(message: Message) -> None:
+            nonlocal accepted
+            accepted = accepted or message["type"] != "websocket.close"
+            if accepted or "websocket.http.response" not in scope.get("extensions", {}):
+                await send(message)
+            else:  # what the router says to a path that it does not have
+                await refuse_handshake(NotFoundError("there is no WebSocket here: see docs/server.md"), send)
+
+        try:
+            await self.app(scope, receive, watch)
+        except WebSocketDisconnect:
+            pass
+        except Exception as error:
+            failure = as_hexad_error(error)
+            if accepted:
+                await send({"type": "websocket.close", "code": 1011})
+            elif "websocket.http.response" in scope.get("extensions", {}):
+                await refuse_handshake(failure, send)
+            else:
+                await send({"type": "websocket.close", "code": 1008})
+
+
+async def refuse_handshake(error: HexadError, send: Send) -> None:
+    """An HTTP error in place of a WebSocket."""
+    response = error_response(error)
+    await send({"type": "websocket.http.response.start", "status": error.status, "headers": response.raw_headers})
+    await send({"type": "websocket.http.response.body", "body": bytes(response.body)})

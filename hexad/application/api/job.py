@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.websockets import WebSocket
 
 from hexad.application.api import wire
 from hexad.application.api.generation import Envelope, Generation, News, Work
@@ -22,6 +23,7 @@ from hexad.application.api.sse import ClientGoneError, EventStream, finish
 from hexad.application.api.state import ServerState
 
 L = TypeVar("L")
+Caller = Request | WebSocket
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ _count = 0
 class Job:
     """One request at an endpoint."""
 
-    def __init__(self, state: ServerState, http: Request, request: CompletionRequest | ChatRequest, ignored: Iterable[str]) -> None:
+    def __init__(self, state: ServerState, http: Caller, request: CompletionRequest | ChatRequest, ignored: Iterable[str]) -> None:
         self.state = state
         self.http = http
         self.request = request

@@ -30,13 +30,16 @@ class RequestContext:
         self.quiet_paths = quiet_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
         start_s = time.monotonic()
         request_id = _request_id(scope)
         record: dict[str, Any] = {}
         scope.setdefault("state", {}).update(request_id=request_id, record=record)
+        if scope["type"] == "websocket":  # has a record for each of its requests
+            await self.app(scope, receive, send)
+            return
         status = 499  # no response: the caller went away first
 
         async def tag(message: Message) -> None:

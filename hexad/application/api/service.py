@@ -15,6 +15,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable, Coroutine, Generator
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import uvicorn
@@ -168,6 +169,8 @@ def uvicorn_config(state: ServerState, server: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         build_app(state),
         http=guarded(server.read_timeout_s, server.write_timeout_s),  # type: ignore[arg-type]
+        ws="websockets-sansio" if find_spec("websockets") else "none",
+        ws_max_size=server.max_body_bytes,
         lifespan="off",
         log_config=None,
         access_log=False,
