@@ -1,7 +1,7 @@
 """Plants bugs one at a time in a copy of the package and runs the tests that should notice: `python scripts/mutants.py [NAME ...]`.
 
-Exit code 0: every bug was noticed. 1: a bug survived, or its tests fail without it (`--baseline` looks). 2: a bug could not be planted because the text that
-it replaces is not there (once) any more: write it anew for the code as it is now.
+Exit code 0: every bug was noticed. 1: a bug survived, or its tests could not say (`--baseline` shows whether they pass without it). 2: a
+bug could not be planted because the text that it replaces is not there (once) any more: write it anew for the code as it is now.
 """
 
 from __future__ import annotations
