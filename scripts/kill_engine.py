@@ -13,13 +13,13 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from firing import Answer, Connection, Watched, generate, post
 from own_server import own_server
 
@@ -133,13 +133,16 @@ async def strike(server: Watched, blow: str, after_s: float) -> tuple[float, flo
 
 async def torture(server: Watched, blows: list[str], rng: random.Random) -> dict[str, Any]:
     """Strike once per entry of `blows` under load; the figures, with `complaints` empty when all went well."""
-    directories = _socket_directories()
+    directories: set[Path] = set()
     await server.ask(post("/v1/completions", b'{"prompt": "warm", "max_tokens": 2}'))
     descriptors, memory = server.descriptors(), server.rss_mib()["api"]
     load = Load(server.url, rng.randrange(2**32))
     running = asyncio.create_task(load.run())
     try:
-        times = [(blow, *await strike(server, blow, rng.uniform(0.1, 2.0))) for blow in blows]
+        times = []
+        for blow in blows:
+            directories |= socket_directories(server)
+            times.append((blow, *await strike(server, blow, rng.uniform(0.1, 2.0))))
     finally:
         load.stop.set()
         await running
@@ -148,8 +151,9 @@ async def torture(server: Watched, blows: list[str], rng: random.Random) -> dict
     await asyncio.sleep(0.2)
     if server.descriptors() > descriptors + 4:
         complaints.append(f"descriptors went from {descriptors} to {server.descriptors()}")
-    if len(_socket_directories()) > len(directories):
-        complaints.append("socket directories are left behind")
+    assert directories or not blows, "the engine's sockets were not found"
+    if left := [str(path) for path in directories if path.exists()]:
+        complaints.append(f"socket directories are left behind: {left}")
     if len([child for child in server.process.children() if child.status() == "zombie"]):
         complaints.append("zombies are left behind")
     return {
@@ -162,8 +166,13 @@ async def torture(server: Watched, blows: list[str], rng: random.Random) -> dict
     }
 
 
-def _socket_directories() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("hexad-*/core"))
+def socket_directories(server: Watched) -> set[Path]:
+    """Where the engine of this moment has its sockets."""
+    engine = server.engine_pid()
+    if engine is None:
+        return set()
+    paths = [str(connection.laddr) for connection in psutil.Process(engine).net_connections("unix")]
+    return {Path(path).parent for path in paths if path.endswith("/core")}
 
 
 async def main() -> int:

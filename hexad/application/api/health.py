@@ -51,6 +51,7 @@ async def ready(state: ServerState, http: Request) -> Response:
 
 
 async def version(state: ServerState, http: Request) -> Response:
+    """The version of this server."""
     return json_response({"version": hexad.__version__})
 
 
@@ -62,6 +63,7 @@ async def load(state: ServerState, http: Request) -> Response:
 
 
 async def metrics(state: ServerState, http: Request) -> Response:
+    """Prometheus metrics."""
     state.metrics.set_engine_stats(await _stats(state))
     if state.shared_metrics is not None:
         state.shared_metrics.read(state.metrics)
@@ -77,10 +79,12 @@ async def _stats(state: ServerState) -> dict[str, float | int | str | None] | No
 
 
 async def models(state: ServerState, http: Request) -> Response:
+    """The models that are served."""
     return json_response(ModelList([_card(state, name) for name in state.models]))
 
 
 async def model(state: ServerState, http: Request) -> Response:
+    """One model."""
     return json_response(_card(state, state.resolve_model(http.path_params["model_id"])))
 
 
