@@ -34,7 +34,7 @@ class Product:
         shape = args.out_features, args.in_features
         self.choices = {rows: forced or choose(self.on.name, op, *shape, rows, copies=self.on.tensor_copies) for rows in BUCKETS}
         self._made: dict[tuple[int, int], Few] = {}
-        self._descriptors: dict[int, TensorDescriptor] = {}
+        self._descriptors: dict[tuple[int, int, int], TensorDescriptor] = {}
 
     def few(self, x: torch.Tensor, prepared: Prepared, residual: torch.Tensor | None) -> torch.Tensor | None:
         """The product by an own kernel, or None."""
@@ -125,7 +125,7 @@ class Product:
     def _descriptor(self, weight: torch.Tensor, choice: Choice) -> TensorDescriptor | None:
         if not self.on.tensor_copies or INTERPRETED:
             return None
-        key = weight.data_ptr()
+        key = (weight.data_ptr(), choice.block_n, choice.block_k)  # a layer's choice differs between numbers of rows
         made = self._descriptors.get(key)
         if made is None:
             made = TensorDescriptor(weight, list(weight.shape), [weight.stride(0), 1], [choice.block_n, choice.block_k])
