@@ -1,4 +1,4 @@
-"""CPU time of the core loop per step, all included but the executor: `python -m hexad.bench.core_loop [--out result.json]`.
+"""CPU time of the core loop per step, all included but the executor: `python -m hexad.bench.core_loop [--out FILE]`.
 
 Every sequence decodes one token a step. The executor is an instant one and its own time is taken out; what remains is the work that a
 GPU step of the same length would have to hide: schedule, update, making the news, encoding it.
@@ -9,19 +9,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hexad.bench.results import host_result, save
 from hexad.common.clock import SystemClock
 from hexad.common.params import SamplingParams
 from hexad.common.wire import Codec
 from hexad.engine.executor.seam import LoadReport, Masks
 from hexad.engine.plan import KVBudget, KVGroupSpec, KVLayout, RowResult, StepPlan, StepResult, TokenSegment
-from hexad.hardware.machine import read_processor
 from hexad.orchestration.core import CoreLoop
 from hexad.orchestration.messages import Outputs, Submit, ToClient
 from hexad.orchestration.metrics import StepMetrics
@@ -169,18 +168,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     args = parser.parse_args()
-    processor = read_processor()
-    result = {
-        "benchmark": "core_loop",
-        "goal": f"cpu_ms under {GOAL_MS_AT_256} at 256",
-        "processor": processor.name,
-        "python": platform.python_version(),
-        "results": [measure(size, args.steps) for size in args.sizes],
-    }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    result = host_result("core_loop", [measure(size, args.steps) for size in args.sizes])
+    result["load"]["goal"] = f"cpu_ms under {GOAL_MS_AT_256} at 256"
+    print(json.dumps(result, indent=1))
+    save(result, args.out)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ import platform
 import stat
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import hexad
 from hexad.bench.loads import Load
+from hexad.hardware.machine import read_processor
 
 _VERSIONS = ("torch", "triton", "numpy", "transformers", "tokenizers", "msgspec", "pyzmq", "uvicorn")
 
@@ -96,6 +97,18 @@ def new_result(kind: str, load: Load | None, model: str, weight_format: str) -> 
         "partial": True,
         "flags": [],
         "metrics": {},
+    }
+
+
+def host_result(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A whole result of a measurement that needs neither model nor device: one entry per `num_seqs` of each number in `rows`."""
+    processor = read_processor()
+    names = [name for name in rows[0] if name != "num_seqs"]
+    return {
+        **new_result(kind, None, "none", "none"),
+        "device": {"name": processor.name, "cores": processor.cores},
+        "partial": False,
+        "metrics": {name: {str(row["num_seqs"]): row[name] for row in rows} for name in names},
     }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import statistics
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hexad.bench.results import host_result, save
 from hexad.common.clock import SystemClock
 from hexad.common.params import SamplingParams
 from hexad.engine.plan import KVGroupSpec, KVLayout, RowResult, StepPlan, StepResult, TokenSegment
@@ -97,17 +97,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seqs", type=int, nargs="*", default=list(SIZES))
     parser.add_argument("--steps", type=int, default=600)
     args = parser.parse_args(argv)
-    report = {
-        "benchmark": "scheduler_cpu",
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "results": [measure(num_seqs, steps=args.steps) for num_seqs in args.seqs],
-    }
-    text = json.dumps(report, indent=2)
-    print(text)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text + "\n")
+    result = host_result("scheduler", [measure(num_seqs, steps=args.steps) for num_seqs in args.seqs])
+    print(json.dumps(result, indent=1))
+    save(result, args.out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ HEADLINES = {
     "output_tok_s": ("output tok/s", 0), "total_s": ("s in all", 2), "ttft_ms": ("TTFT, ms", 1), "tpot_ms": ("TPOT, ms", 2),
     "ms_per_step": ("ms a step", 2), "prefill_tok_s": ("prefill tok/s", 0), "itl_ms": ("ITL, ms", 2), "goodput": ("good requests/s", 2),
     "ready_s": ("ready, s", 1), "first_token_s": ("first token, s", 1), "perplexity": ("perplexity", 3), "kl_mean": ("KL, nats", 5),
-    "top1_agreement": ("top-1 agreement", 4),
+    "top1_agreement": ("top-1 agreement", 4), "cpu_ms": ("host CPU, ms a step", 3), "step_ms_median": ("host CPU, ms a step", 3),
 }  # fmt: skip
 
 
