@@ -17,6 +17,9 @@ Save = Callable[[Metrics], None]
 RAMP = 0.2  # share of --duration-s that does not count: the batch is still filling
 
 
+MAX_WARM_REQUESTS = 512
+
+
 def no_save(_metrics: Metrics) -> None:
     """Results that nobody keeps."""
 
@@ -65,9 +68,11 @@ class Run:
     def _prompts(self, count: int, length: int, turn: int = 0, shared: list[int] | None = None) -> list[list[int]]:
         return random_prompts(count, length, self.face.vocab_size, self.options.seed * 1_000 + turn, shared or [])
 
-    def _warm(self, length: int, batch: int = 1, outputs: int = 4) -> None:
+    def _warm(self, length: int, batch: int = 1, outputs: int = 4, shared_tokens: int = 0) -> None:
+        """A short run of the load's own shape: kernels are compiled and graphs captured for the batch that counts."""
         if self.options.warmup:
-            self.face.run(self._prompts(batch, length, turn=999), outputs)
+            shared = self._prompts(1, shared_tokens, turn=998)[0] if shared_tokens else None
+            self.face.run(self._prompts(min(batch, MAX_WARM_REQUESTS), length, turn=999, shared=shared), outputs)
 
     def _single(self) -> Metrics:
         load = self.load
@@ -116,7 +121,7 @@ class Run:
     def _offline(self) -> Metrics:
         load, duration_s = self.load, self.options.duration_s
         length = load.input_tokens[0]
-        self._warm(length, min(load.requests, 8))
+        self._warm(length, load.requests)
         prompts = self._prompts(load.requests, length)
         start = time.perf_counter()
         try:
@@ -150,7 +155,8 @@ class Run:
     def _shared_prefix(self) -> Metrics:
         load = self.load
         metrics: Metrics = {"total_s": {}, "output_tok_s": {}, "cached_tokens": {}}
-        self._warm(load.prompt_tokens, min(load.requests, 8))
+        for _ in range(2):  # cold, then cached: both kinds of steps
+            self._warm(load.input_tokens[0], load.requests, shared_tokens=load.shared_prefix_tokens)
         shared = self._prompts(1, load.shared_prefix_tokens, turn=500 + int(time.time()) % 100)[0]
         for turn, name in enumerate(("cold", "cached")):
             prompts = self._prompts(load.requests, load.input_tokens[0], turn, shared)
@@ -165,8 +171,8 @@ class Run:
     def _closed_loop(self) -> Metrics:
         load, options = self.load, self.options
         metrics: Metrics = {name: {} for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms", "output_tok_s", "goodput", "serving")}
-        self._warm(load.input_tokens[0])
         for concurrency in load.concurrency:
+            self._warm(load.input_tokens[0], concurrency)
             key, count = str(concurrency), 8 * concurrency if load.requests <= 1 else load.requests
             prompts = self._prompts(count, load.input_tokens[0], turn=concurrency)
             start = time.perf_counter()
