@@ -16,6 +16,7 @@ from hexad import __version__
 from hexad.common.clock import SystemClock
 from hexad.common.config import HexadConfig
 from hexad.common.errors import ModelError
+from hexad.common.openmp import calm_openmp
 from hexad.engine.executor.seam import Executor, LoadReport
 from hexad.engine.plan import KVBudget, KVGroupSpec, KVLayout
 from hexad.hardware.machine import Machine, read_machine
@@ -152,6 +153,7 @@ def build(config: HexadConfig, report: Report = lambda phase, detail: None, *, o
     Raises:
         StartupError: ConfigError, ModelError, WeightsError or OutOfMemoryError, as the case may be; nothing stays allocated.
     """
+    calm_openmp()
     report("open", config.model.model)
     opened = open_model(config, report)
     report("import", "")
