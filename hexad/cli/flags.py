@@ -66,6 +66,7 @@ HELP: dict[str, str] = {
     "server.ssl_certfile": "TLS certificate.",
     "server.ssl_keyfile": "TLS key.",
     "server.allowed_origins": "Origins that browsers may call from (CORS).",
+    "server.otlp_traces_endpoint": "Send OpenTelemetry traces here, e.g. http://collector:4318/v1/traces.",
     "server.log_level": "How much is logged.",
     "server.log_format": "Log lines for people, or JSON.",
 }

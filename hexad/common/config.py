@@ -96,6 +96,7 @@ class ServerConfig(_Section):
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     allowed_origins: tuple[str, ...] = ()
+    otlp_traces_endpoint: str | None = None  # OTLP over HTTP
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
 

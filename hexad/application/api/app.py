@@ -78,7 +78,7 @@ def build_app(state: ServerState) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-hexad-ignored", "retry-after"],
         )
-    app.add_middleware(RequestContext, metrics=state.metrics, quiet_paths=OPEN_PATHS | {"/metrics"})
+    app.add_middleware(RequestContext, metrics=state.metrics, tracing=state.tracing, quiet_paths=OPEN_PATHS | {"/metrics"})
     return app
 
 

@@ -97,6 +97,11 @@ class Generation:
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
     @property
+    def arrived_s(self) -> float:
+        """When it was admitted."""
+        return self._ticket.start_s
+
+    @property
     def finish_reason(self) -> str:
         """Of all choices, for the access record."""
         return ",".join(sorted({choice.finish_reason or "abort" for run in self.runs for choice in run.choices}))

@@ -171,7 +171,7 @@ class Job:
                     writer.add(news)
         finally:
             await batches.aclose()
-            self.record.update(_outcome(generation))
+            self._note(generation)
         return wire.encode(writer.whole(generation.usage()))
 
     async def _frames(self, generation: Generation, writer: Writer) -> AsyncGenerator[bytes, None]:
@@ -190,7 +190,14 @@ class Job:
             yield last + wire.DONE
         finally:
             await batches.aclose()
-            self.record.update(_outcome(generation))
+            self._note(generation)
+
+    def _note(self, generation: Generation) -> None:
+        """What came of it, for the access record and the trace."""
+        self.record.update(_outcome(generation))
+        span = self.http.scope["state"].get("span")
+        if self.state.tracing is not None and span is not None:
+            self.state.tracing.phases(span, generation.arrived_s, generation.runs)
 
 
 def ignored_header(ignored: Iterable[str]) -> dict[str, str]:

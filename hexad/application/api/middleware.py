@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hexad.common.errors import PayloadTooLargeError, RequestError
 from hexad.common.log import access
 from hexad.common.metrics import MetricsRegistry
+
+if TYPE_CHECKING:
+    from hexad.application.api.tracing import Tracing
 
 MAX_LOGGED_PATH_BYTES = 500
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
@@ -23,10 +26,13 @@ class RequestContext:
     Handlers add to the record through `scope["state"]["record"]`.
     """
 
-    def __init__(self, app: ASGIApp, *, metrics: MetricsRegistry, quiet_paths: frozenset[str] = frozenset()) -> None:
-        """`quiet_paths` get no access record: probes would fill the log."""
+    def __init__(
+        self, app: ASGIApp, *, metrics: MetricsRegistry, tracing: Tracing | None = None, quiet_paths: frozenset[str] = frozenset()
+    ) -> None:
+        """`quiet_paths` get no access record and no span: probes would fill the log."""
         self.app = app
         self.metrics = metrics
+        self.tracing = tracing
         self.quiet_paths = quiet_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,6 +46,9 @@ class RequestContext:
         if scope["type"] == "websocket":  # has a record for each of its requests
             await self.app(scope, receive, send)
             return
+        span = None
+        if self.tracing is not None and scope["path"] not in self.quiet_paths:
+            span = scope["state"]["span"] = self.tracing.begin(scope["method"], scope["path"], scope["headers"])
         status = 499  # no response: the caller went away first
 
         async def tag(message: Message) -> None:
@@ -48,6 +57,8 @@ class RequestContext:
                 status = message["status"]
                 message.setdefault("headers", [])
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                if self.tracing is not None and span is not None:
+                    message["headers"].append(self.tracing.header(span))
             await send(message)
 
         try:
@@ -56,6 +67,8 @@ class RequestContext:
             duration_s = time.monotonic() - start_s
             route = getattr(scope.get("route"), "path", "none")
             self.metrics.observe_http(scope["method"] if route != "none" else "any", route, status, duration_s)
+            if self.tracing is not None and span is not None:
+                self.tracing.end(span, status, record)
             if scope["path"] not in self.quiet_paths:
                 access(
                     request_id=request_id,

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hexad.application.api.admission import Admission
 from hexad.application.api.shared_metrics import SharedMetrics
@@ -26,6 +26,9 @@ from hexad.models.template import ChatTemplate
 from hexad.models.tokenizer import Tokenizer
 from hexad.orchestration.client import EngineClient
 from hexad.orchestration.spawn import Progress
+
+if TYPE_CHECKING:
+    from hexad.application.api.tracing import Tracing
 
 T = TypeVar("T")
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -152,7 +155,25 @@ def make_state(config: HexadConfig, engine: SupervisedEngine, text: TextSide, *,
         sampling_defaults=text.sampling_defaults,
         eos_token_ids=text.eos_token_ids,
         shared_metrics=shared,
+        tracing=make_tracing(config.server.otlp_traces_endpoint),
     )
+
+
+def make_tracing(endpoint: str | None) -> Tracing | None:
+    """Traces to `endpoint`; None without one.
+
+    Raises:
+        ConfigError: OpenTelemetry is not installed, or the address is none.
+    """
+    if endpoint is None:
+        return None
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"server.otlp_traces_endpoint = {endpoint!r}: use a URL such as http://127.0.0.1:4318/v1/traces")
+    try:
+        from hexad.application.api.tracing import Tracing
+    except ImportError:
+        raise ConfigError("server.otlp_traces_endpoint needs OpenTelemetry: pip install 'hexad[otel]'") from None
+    return Tracing.to(endpoint)
 
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:

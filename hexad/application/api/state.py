@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hexad.application.api.admission import Admission
 from hexad.application.api.shared_metrics import SharedMetrics
@@ -17,6 +17,9 @@ from hexad.common.metrics import MetricsRegistry
 from hexad.orchestration.detokenize import TextTokenizer
 from hexad.orchestration.messages import Submit, Welcome
 from hexad.orchestration.stream import RequestStream
+
+if TYPE_CHECKING:
+    from hexad.application.api.tracing import Tracing
 
 T = TypeVar("T")
 TEXT_THREADS = 4
@@ -71,6 +74,7 @@ class ServerState:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # from the model's generation_config.json
     eos_token_ids: tuple[int, ...] = ()
     shared_metrics: SharedMetrics | None = None  # with several API processes
+    tracing: Tracing | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
     text_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "hexad-text"))
 
@@ -111,3 +115,5 @@ class ServerState:
 
     def close(self) -> None:
         self.text_threads.shutdown(wait=False, cancel_futures=True)
+        if self.tracing is not None:
+            self.tracing.close()
