@@ -26,32 +26,44 @@ TIMEOUT_S = 300.0
 _COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-pthread")
 _WARNINGS = ("-Wall", "-Wextra", "-Wno-psabi", "-Wno-ignored-attributes", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
 _AVX512 = ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-_X86 = {
-    "isa_avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "isa_avx512": _AVX512,
-    "isa_avx512bf16": (*_AVX512, "-mavx512bf16"),
-    "isa_amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+_TARGETS: dict[str, tuple[str, ...]] = {
+    "portable": ("-O2",),  # -O3 takes three times as long to compile
+    "avx2": ("-O2", "-mavx2", "-mfma", "-mf16c"),
+    "avx512": _AVX512,
+    "avx512bf16": (*_AVX512, "-mavx512bf16"),
+    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+}
+_NEEDS = {  # as the system names them, best first
+    "amx": {"amx_bf16", "amx_tile", "avx512_bf16", "avx512bw", "avx512vl", "avx512dq"},
+    "avx512bf16": {"avx512_bf16", "avx512bw", "avx512vl", "avx512dq"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "avx2": {"avx2", "fma", "f16c"},
 }
 OPTIMISED = ("-O3", "-DNDEBUG")
+ALL = "all"
 
 
 class BuildError(Exception):
     """There is no library; the message says why."""
 
 
-def cached_library(flags: tuple[str, ...] = OPTIMISED) -> Path:
+def cached_library(isa: str = "", flags: tuple[str, ...] = OPTIMISED) -> Path:
     """The library's path, built if it is not there.
+
+    Args:
+        isa: the instruction set that is compiled; "": the best one that this machine has; "all": every one of its machine type.
 
     Raises:
         BuildError: no compiler, or it failed (its first lines are in the message).
     """
+    isas = _chosen(isa)
     compiler = os.environ.get("CXX") or next((name for name in COMPILERS if shutil.which(name)), None)
     if compiler is None or shutil.which(compiler) is None:
         raise BuildError(f"no C++ compiler ({compiler or ', '.join(COMPILERS)}) is installed")
-    target = _cache() / f"hexad-{_key(compiler, flags)}.so"
+    target = _cache() / f"hexad-{_key(compiler, isas, flags)}.so"
     if not target.is_file():
         try:
-            _build(compiler, flags, target)
+            _build(compiler, isas, flags, target)
         except OSError as error:
             raise BuildError(f"cannot write {target.parent}: {error.strerror}; set HEXAD_CACHE to a folder that can be written") from None
     return target
@@ -61,26 +73,46 @@ def _cache() -> Path:
     return Path(os.environ.get("HEXAD_CACHE") or Path.home() / ".cache" / "hexad").expanduser() / "native"
 
 
-def _key(compiler: str, flags: tuple[str, ...]) -> str:
-    digest = hashlib.sha256("\0".join((compiler, platform.machine(), *_COMMON, *flags)).encode())
+def _chosen(isa: str) -> tuple[str, ...]:
+    """Instruction sets to compile. One suffices, and each costs seconds of the first start."""
+    on_x86 = platform.machine() in ("x86_64", "AMD64")
+    if isa == ALL:
+        return tuple(_TARGETS) if on_x86 else ("portable",)
+    if isa in _TARGETS:
+        return (isa,)
+    found = _processor_flags() if on_x86 else set()
+    return (next((name for name, needed in _NEEDS.items() if needed <= found), "portable"),)
+
+
+def _processor_flags() -> set[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return set()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return set(line.partition(":")[2].split())
+
+
+def _key(compiler: str, isas: tuple[str, ...], flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256("\0".join((compiler, platform.machine(), *isas, *_COMMON, *flags, repr(_TARGETS))).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    for unit, extra in sorted(_X86.items()):
-        digest.update("\0".join((unit, *extra)).encode())
     return digest.hexdigest()[:16]
 
 
-def _units() -> dict[str, tuple[str, ...]]:
-    """Translation units of this machine type, and the flags of each: an instruction set's code must not leak into another's."""
-    on_x86 = platform.machine() in ("x86_64", "AMD64")
-    names = [path.stem for path in sorted(SOURCES.glob("*.cpp"))]
-    return {name: _X86.get(name, ()) for name in names if on_x86 or name not in _X86}
+def _units(isas: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Translation units and the flags of each: an instruction set's code must not leak into another's. The slowest come first."""
+    defines = tuple(f"-DHX_WITH_{isa.upper()}" for isa in isas)
+    common = {
+        path.stem: defines if path.stem == "api" else () for path in sorted(SOURCES.glob("*.cpp")) if not path.stem.startswith("isa_")
+    }
+    return {f"isa_{isa}": _TARGETS[isa] for isa in isas} | common
 
 
-def _build(compiler: str, flags: tuple[str, ...], target: Path) -> None:
+def _build(compiler: str, isas: tuple[str, ...], flags: tuple[str, ...], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as folder:
-        units = _units()
+        units = _units(isas)
         objects = [Path(folder) / f"{name}.o" for name in units]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             jobs = [

@@ -1,7 +1,8 @@
 """The native library through ctypes: load it once, choose an instruction set, pack weights, multiply.
 
-HEXAD_NATIVE_ISA: portable | avx2 | avx512 | avx512bf16 | amx forces an instruction set (tests), off disables the library, empty takes the
-best. HEXAD_NATIVE_LIBRARY: a library built elsewhere (with sanitizers, or for another machine).
+HEXAD_NATIVE_ISA: portable | avx2 | avx512 | avx512bf16 | amx forces an instruction set, all compiles every one and takes the best
+(tests), off disables the library, empty compiles and takes the best alone. HEXAD_NATIVE_LIBRARY: a library built elsewhere (with
+sanitizers, or for another machine).
 
 ctypes gives up the interpreter's lock during a call. The library serialises calls itself.
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 
 from hexad.common.errors import ConfigError
-from hexad.operators.native.build import BuildError, cached_library
+from hexad.operators.native.build import ALL, BuildError, cached_library
 
 log = logging.getLogger(__name__)
 
@@ -102,13 +103,21 @@ def probe() -> tuple[Library | None, str]:
     given = os.environ.get("HEXAD_NATIVE_LIBRARY")
     started = time.perf_counter()
     try:
-        path = Path(given) if given else cached_library()
-        library = Library(path, isa)
+        library = Library(Path(given), isa) if given else _built(isa)
     except (BuildError, OSError) as error:
         log.warning("no native operators, torch serves instead: %s", error)
         return None, f"no native library: {str(error).splitlines()[0]}"
     log.info("native operators: %s, ready after %.1f s", library.isa, time.perf_counter() - started)
     return library, ""
+
+
+def _built(isa: str) -> Library:
+    if isa:
+        return Library(cached_library(isa), "" if isa == ALL else isa)
+    try:
+        return Library(cached_library(), "")
+    except ConfigError:  # the processor has it, but the system does not let this process use it
+        return Library(cached_library(ALL), "")
 
 
 def require() -> Library:

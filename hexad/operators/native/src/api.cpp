@@ -12,52 +12,65 @@
 #endif
 
 namespace hx {
+// The build names the instruction sets that it compiled: HX_WITH_...
+#ifdef HX_WITH_PORTABLE
 namespace portable { extern const Kernels kernels; }
-#if defined(__x86_64__)
+#endif
+#ifdef HX_WITH_AVX2
 namespace avx2 { extern const Kernels kernels; }
+#endif
+#ifdef HX_WITH_AVX512
 namespace avx512 { extern const Kernels kernels; }
+#endif
+#ifdef HX_WITH_AVX512BF16
 namespace avx512bf16 { extern const Kernels kernels; }
+#endif
+#ifdef HX_WITH_AMX
 namespace amx { extern const Kernels kernels; }
 #endif
 
 namespace {
 
-bool may_use_tiles() {
-#if defined(__x86_64__) && defined(__linux__) && defined(SYS_arch_prctl)
+#if defined(__x86_64__)
+[[maybe_unused]] bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq");
+}
+
+// The processor has bfloat16 tiles, and the system lets this process use them.
+[[maybe_unused]] bool has_tiles() {
+  unsigned a = 7, b = 0, c = 0, d = 0;
+  asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+  if (!(d >> 22 & 1) || !(d >> 24 & 1)) return false;  // AMX-BF16, AMX-TILE
+#if defined(__linux__) && defined(SYS_arch_prctl)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;
 #endif
 }
-
-#if defined(__x86_64__)
-bool has_tiles() {
-  unsigned a = 7, b = 0, c = 0, d = 0;
-  asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-  return (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
-}
-
-bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq");
-}
 #endif
 
 // The candidates, best last, that this machine can run.
 int available(const Kernels** found) {
   int count = 0;
-  found[count++] = &portable::kernels;
 #if defined(__x86_64__)
   __builtin_cpu_init();
+#endif
+#ifdef HX_WITH_PORTABLE
+  found[count++] = &portable::kernels;
+#endif
+#ifdef HX_WITH_AVX2
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found[count++] = &avx2::kernels;
-  if (has_avx512()) {
-    found[count++] = &avx512::kernels;
-    if (__builtin_cpu_supports("avx512bf16")) {
-      found[count++] = &avx512bf16::kernels;
-      if (has_tiles() && may_use_tiles()) found[count++] = &amx::kernels;
-    }
-  }
+#endif
+#ifdef HX_WITH_AVX512
+  if (has_avx512()) found[count++] = &avx512::kernels;
+#endif
+#ifdef HX_WITH_AVX512BF16
+  if (has_avx512() && __builtin_cpu_supports("avx512bf16")) found[count++] = &avx512bf16::kernels;
+#endif
+#ifdef HX_WITH_AMX
+  if (has_avx512() && __builtin_cpu_supports("avx512bf16") && has_tiles()) found[count++] = &amx::kernels;
 #endif
   return count;
 }
@@ -77,7 +90,7 @@ int32_t hx_version() { return 1; }
 const char* hx_choose(const char* name) {
   const Kernels* found[8];
   const int count = available(found);
-  const Kernels* chosen = name[0] == 0 ? found[count - 1] : nullptr;
+  const Kernels* chosen = name[0] == 0 && count > 0 ? found[count - 1] : nullptr;
   for (int i = 0; i < count; ++i) {
     if (strcmp(found[i]->name, name) == 0) chosen = found[i];
   }

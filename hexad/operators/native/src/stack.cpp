@@ -1,7 +1,7 @@
 #include "stack.h"
 
 #include <algorithm>
-#include <vector>
+#include <cstring>
 
 namespace hx {
 namespace {
@@ -69,6 +69,12 @@ bool blocks_exist(const StackCall& c, const GroupCall& group, int32_t window) {
   return true;
 }
 
+// Padding columns meet zero weights, but zero times a stale NaN is NaN: the buffers are shared by networks of other widths.
+void clear_padding(uint8_t* buffer, int64_t rows, int64_t columns, int64_t ld, int64_t item) {
+  if (columns == ld) return;
+  for (int64_t row = 0; row < rows; ++row) memset(buffer + (row * ld + columns) * item, 0, static_cast<size_t>((ld - columns) * item));
+}
+
 bool allocate(Step& s) {
   Workspace& w = workspace();
   const StackDesc& d = s.d;
@@ -84,9 +90,14 @@ bool allocate(Step& s) {
   s.attended = w.attended.ensure(rows * s.ldq * item);
   s.gated = w.gated.ensure(rows * s.ldi * item);
   const int64_t padded_keys = (s.longest + 63) / 64 * 64;
-  const int64_t tiles = 64 * (padded_keys + d.dim) * 8 + padded_keys * d.dim * 2 + 65536;  // of attention_tiles.h
-  const bool scratch = s.r.reserve_scratch(std::max<int64_t>(16 * padded_keys, s.widest > 1 ? tiles : 0) + 4096);
-  return s.residual && s.normed && s.qkv && s.q && s.attended && s.gated && scratch;
+  // of attention_tiles.h: values, probabilities and scores of each key; queries
+  const int64_t tiles = (padded_keys + 64) * (2 * d.dim + 96) + 32 * d.dim;
+  const bool scratch = s.r.reserve_scratch(std::max<int64_t>(24 * padded_keys, s.widest > 1 ? tiles : 0) + 4096);
+  if (!(s.residual && s.normed && s.qkv && s.q && s.attended && s.gated && scratch)) return false;
+  clear_padding(s.normed, rows, d.hidden, s.ldh, item);
+  clear_padding(s.attended, rows, static_cast<int64_t>(d.heads) * d.dim, s.ldq, item);
+  clear_padding(s.gated, rows, d.intermediate, s.ldi, item);
+  return true;
 }
 
 void run_norm(Step& s, const float* weight, void* out, int32_t dtype, int64_t ldo) {

@@ -1,0 +1,137 @@
+"""Native products of packed weights against float64, for every instruction set, format and tail shape."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from native_library import isas, use
+
+from hexad.models.formats.blocks import dequantize
+from hexad.models.formats.stored import FORMATS
+from hexad.operators.native.library import GATED, STORE, PackedWeight
+
+ROWS = (1, 2, 3, 4, 5, 6, 7, 15, 16, 17, 31, 33, 50)
+
+
+@pytest.fixture
+def make():
+    seed = time.time_ns() % 2**31
+    print("seed", seed)
+    return torch.Generator().manual_seed(seed)
+
+
+def random_int(make, low: int, high: int) -> int:
+    return int(torch.randint(low, high + 1, (1,), generator=make))
+
+
+def random_weight(make, source: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(stored rows, the numbers they mean in float64)."""
+    if source in ("bfloat16", "float32"):
+        stored = torch.randn(rows, columns, generator=make).to(getattr(torch, source))
+        return stored, stored.to(torch.bfloat16).double()
+    block, size = FORMATS[source]
+    blocks = torch.randint(0, 256, (rows * (columns // block), size), generator=make, dtype=torch.uint8)
+    halves = 2 if source == "q4_1" else 1
+    scales = (torch.randn(blocks.shape[0], halves, generator=make) * 0.1).half()
+    blocks[:, : 2 * halves] = scales.view(torch.uint8)
+    stored = blocks.reshape(rows, -1)
+    return stored, dequantize(stored, source, torch.float32).double()
+
+
+def error(found: torch.Tensor, expected: torch.Tensor, least: float | torch.Tensor = 1e-30) -> float:
+    return float((found.double() - expected).norm() / expected.norm().clamp_min(float(least)))
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("source", ["q4_0", "q4_1", "q8_0", "bfloat16", "float32"])
+def test_products_agree_with_float64(isa: str, source: str, make, monkeypatch) -> None:
+    use(monkeypatch, isa)
+    step = 32 if FORMATS[source][0] > 1 else 1
+    for rows, columns in ((1, 32), (random_int(make, 17, 90), step * random_int(make, 1, 96 // step + 2)), (64, 160)):
+        stored, weight = random_weight(make, source, rows, columns)
+        packed = PackedWeight(source, rows, columns)
+        cut = random_int(make, 0, rows)
+        packed.fill(0, stored[:cut].contiguous())
+        packed.fill(cut, stored[cut:].contiguous())
+        bias = torch.randn(rows, generator=make)
+        for count in ROWS:
+            if count == ROWS[-1]:
+                packed.set_bias(bias)
+            for dtype in (torch.float32, torch.bfloat16):
+                x = torch.randn(count, columns, generator=make).to(dtype)
+                expected = x.double() @ weight.T + (bias.double() if count == ROWS[-1] else 0)
+                tiles = isa == "amx" and dtype == torch.bfloat16  # weights are rounded to bfloat16 there, as plain ones would be
+                size = 0.1 * (x.double().abs() @ weight.T.abs()).norm()  # sums that cancel are not to be had exactly
+                found = packed.linear(x, torch.float32)
+                assert error(found, expected, size) < (6e-3 if tiles else 1e-5), (rows, columns, count, dtype)
+                assert error(packed.linear(x, torch.bfloat16), expected, size) < 1e-2
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("activation", range(4))
+def test_gated_products(isa: str, activation: int, make, monkeypatch) -> None:
+    use(monkeypatch, isa)
+    act = [
+        torch.nn.functional.silu,
+        torch.nn.functional.gelu,
+        lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        torch.nn.functional.relu,
+    ][activation]
+    half = 16 * random_int(make, 1, 5)
+    stored, weight = random_weight(make, "q4_1", 2 * half, 96)
+    packed = PackedWeight("q4_1", 2 * half, 96)
+    packed.fill(0, stored)
+    bias = torch.randn(2 * half, generator=make)
+    packed.set_bias(bias)
+    for count in (1, 3, 6, 40):
+        x = torch.randn(count, 96, generator=make)
+        gate, up = (x.double() @ weight.T + bias.double()).chunk(2, dim=-1)
+        expected = act(gate) * up
+        assert error(packed.linear(x, torch.float32, GATED, activation), expected) < 1e-5
+        found = packed.linear(x.bfloat16(), torch.float32, GATED, activation)
+        assert error(found, expected) < 2e-2
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_rows_of_a_table(isa: str, make, monkeypatch) -> None:
+    use(monkeypatch, isa)
+    for source in ("q4_0", "q4_1", "q8_0", "bfloat16"):
+        stored, weight = random_weight(make, source, 37, 64)
+        packed = PackedWeight(source, 37, 64)
+        packed.fill(0, stored)
+        ids = torch.randint(0, 37, (9,), generator=make)
+        assert torch.allclose(packed.rows(ids, torch.float32).double(), weight[ids], rtol=1e-6, atol=1e-7)
+        with pytest.raises(AssertionError, match="outside the vocabulary"):
+            packed.rows(torch.tensor([37]), torch.float32)
+
+
+def test_threads_change_nothing(make, monkeypatch) -> None:
+    """Every chunk is computed by one thread: the number of threads moves no bit."""
+    stored, _ = random_weight(make, "q4_1", 200, 64)
+    for dtype in (torch.float32, torch.bfloat16):
+        for count in (1, 40):
+            x = torch.randn(count, 64, generator=make).to(dtype)
+            found = []
+            for threads in (1, 2, 3, 7):
+                use(monkeypatch, isas()[-1], threads)
+                packed = PackedWeight("q4_1", 200, 64)
+                packed.fill(0, stored)
+                found.append(packed.linear(x, torch.float32, STORE))
+            assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_a_row_does_not_see_its_neighbours(make, monkeypatch) -> None:
+    for isa in isas():
+        use(monkeypatch, isa)
+        stored, _ = random_weight(make, "q8_0", 48, 64)
+        packed = PackedWeight("q8_0", 48, 64)
+        packed.fill(0, stored)
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(20, 64, generator=make).to(dtype)
+            clean = packed.linear(x, torch.float32)
+            x[3] = float("nan")
+            dirty = packed.linear(x, torch.float32)
+            kept = [row for row in range(20) if row != 3]
+            assert dirty[3].isnan().all() and torch.equal(clean[kept], dirty[kept])
