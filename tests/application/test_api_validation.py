@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx2 as httpx
@@ -344,3 +345,7 @@ def test_openapi_lists_every_route_and_field(http: httpx.Client) -> None:
     schema = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert {"messages", "top_k", "stream_options", "max_completion_tokens"} <= set(schema["properties"])
     assert "$ref" not in json.dumps(schema)
+    for path, operations in paths.items():
+        for operation in operations.values():
+            declared = [parameter["name"] for parameter in operation.get("parameters", []) if parameter["in"] == "path"]
+            assert declared == re.findall(r"{(\w+)}", path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -57,7 +58,8 @@ def build_app(state: ServerState) -> FastAPI:
     """
     app = FastAPI(title="Hexad", version=hexad.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     for path, handler in GET.items():
-        app.add_api_route(path, _endpoint(handler, state), methods=["GET"], response_class=Response, name=path)
+        extra = {"parameters": _path_parameters(path)}
+        app.add_api_route(path, _endpoint(handler, state), methods=["GET"], response_class=Response, name=path, openapi_extra=extra)
         app.add_api_route(path, _endpoint(handler, state), methods=["HEAD"], include_in_schema=False)
     for path, (handler, schema) in POST.items():
         body = {"requestBody": {"required": True, "content": {"application/json": {"schema": _schema(schema)}}}}
@@ -95,6 +97,12 @@ def _socket(answer: Answer, state: ServerState) -> Callable[[WebSocket], Awaitab
         await serve_socket(state, websocket, answer)
 
     return endpoint
+
+
+def _path_parameters(path: str) -> list[dict[str, Any]]:
+    """The OpenAPI description of what stands in braces; handlers read it from the request, so FastAPI does not know."""
+    names = re.findall(r"\{(\w+)", path)
+    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
 
 
 def _schema(model: type[Any]) -> dict[str, Any]:
