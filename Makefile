@@ -23,6 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m hexad.operators.native.build
 	@touch $(STAMP)
 
 serve: setup  ## fetch the default model if it is absent and serve it on 127.0.0.1:8000

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +14,9 @@ from hexad.operators.native.build import ALL, BuildError, cached_library
 
 @functools.cache
 def full_library():
+    given = os.environ.get("HEXAD_NATIVE_LIBRARY")
     try:
-        return library.Library(cached_library(ALL), "")
+        return library.Library(Path(given) if given else cached_library(ALL), "")
     except BuildError as error:
         return str(error)
 

@@ -1,6 +1,8 @@
 """Compile the native operators with the system's C++ compiler, once per source, compiler and machine type. No torch.
 
-    python -m hexad.operators.native.build        # compile now instead of at the first start
+    python -m hexad.operators.native.build              # compile now instead of at the first start
+    python -m hexad.operators.native.build --sanitize   # every instruction set with AddressSanitizer and UBSan, for tests
+    python -m hexad.operators.native.build --threads    # with ThreadSanitizer
 
 The library lies in the cache (HEXAD_CACHE, default ~/.cache/hexad) under a name that is a hash of sources and flags; it appears there
 whole or not at all, so that several processes may build at once. A machine without a compiler is no error here: `build` says why there
@@ -17,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
@@ -40,6 +43,15 @@ _NEEDS = {  # as the system names them, best first
     "avx2": {"avx2", "fma", "f16c"},
 }
 OPTIMISED = ("-O3", "-DNDEBUG")
+SANITISED = (
+    "-O1",
+    "-g",
+    "-fno-omit-frame-pointer",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize=alignment",
+    "-fno-sanitize-recover=undefined",
+)
+THREAD_SANITISED = ("-O1", "-g", "-fsanitize=thread")
 ALL = "all"
 
 
@@ -136,14 +148,20 @@ def _call(command: list[str]) -> None:
         raise BuildError(f"{command[0]} failed with code {done.returncode}:\n{first}")
 
 
-def main() -> int:
-    """Compile and say where. Never fails: without a library torch serves."""
+def main(arguments: Sequence[str] = ()) -> int:
+    """Compile and print the path. Without arguments it never fails: torch serves where there is no library."""
+    flags = {"--sanitize": SANITISED, "--threads": THREAD_SANITISED}
+    unknown = [argument for argument in arguments if argument not in flags]
+    if unknown or len(arguments) > 1:
+        print(f"usage: python -m hexad.operators.native.build [{' | '.join(flags)}]", file=sys.stderr)
+        return 2
     try:
-        print(f"native operators: {cached_library()}")
+        print(cached_library(ALL, flags[arguments[0]]) if arguments else cached_library())
     except BuildError as error:
         print(f"native operators are not built, torch serves instead: {error}", file=sys.stderr)
+        return 1 if arguments else 0
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
