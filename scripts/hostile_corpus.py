@@ -92,7 +92,7 @@ def _judge_stream(answer: Answer) -> str | None:
             error = json.loads(event[6:]).get("error")
             if error and error["code"] in ("internal_error", "request_failed"):
                 return f"an error event in a stream: {event[:300]!r}"
-    if not answer.body.endswith(b"data: [DONE]\n\n") and b'"error"' not in answer.body:
+    if not answer.body.endswith(b"data: [DONE]\n\n") and b'{"error":' not in answer.body:
         return "a stream without an end"
     return None
 

@@ -115,7 +115,7 @@ class Load:
 def _outcome(answer: Answer) -> str:
     if answer.status == NOT_READY:
         return "refused"
-    return "failed" if b'"error"' in answer.body else "served"
+    return "failed" if b'{"error":' in answer.body else "served"
 
 
 async def strike(server: Watched, blow: str, after_s: float) -> tuple[float, float]:

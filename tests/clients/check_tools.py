@@ -11,9 +11,12 @@ from pathlib import Path
 TASKS = Path(__file__).parent / "lm_eval_tasks"
 
 
-def lm_eval(url: str, key: str, out: Path, kind: str, path: str, task: str, *flags: str) -> dict[str, float]:
+NO_TOKENIZER = "tokenized_requests=False,tokenizer_backend=None"
+
+
+def lm_eval(url: str, key: str, out: Path, kind: str, path: str, task: str, *flags: str, tokenizer: str = NO_TOKENIZER) -> dict[str, float]:
     """Scores of one task."""
-    args = f"model=hexad,base_url={url}{path},num_concurrent=2,max_retries=1,tokenized_requests=False,tokenizer_backend=None"
+    args = f"model=hexad,base_url={url}{path},num_concurrent=2,max_retries=1,{tokenizer}"
     command = [sys.executable, "-m", "lm_eval", "--model", kind, "--model_args", args, "--include_path", str(TASKS), "--tasks", task]
     env = {**os.environ, "OPENAI_API_KEY": key, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(out / "hf")}
     command += ["--output_path", str(out), *flags]
@@ -23,9 +26,13 @@ def lm_eval(url: str, key: str, out: Path, kind: str, path: str, task: str, *fla
     return dict(json.loads(result.read_text())["results"][task])
 
 
-def test_lm_eval_log_likelihoods(url: str, key: str, tmp_path: Path) -> None:
-    scores = lm_eval(url, key, tmp_path, "local-completions", "/v1/completions", "hexad_choice")
-    assert scores["acc,none"] == 1.0
+def test_lm_eval_log_likelihoods(url: str, key: str, tokenizer: Path, tmp_path: Path) -> None:
+    """Multiple choice by `echo` with `logprobs`, prompts as ids and as text."""
+    for requests in ("True", "False"):
+        by = f"tokenizer={tokenizer},tokenized_requests={requests}"
+        out = tmp_path / requests
+        scores = lm_eval(url, key, out, "local-completions", "/v1/completions", "hexad_choice", tokenizer=by)
+        assert scores["acc,none"] == 1.0
 
 
 def test_lm_eval_chat(url: str, key: str, tmp_path: Path) -> None:

@@ -36,3 +36,23 @@ def url() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def key() -> str:
     return KEY
+
+
+EXPORT = """
+import json, sys
+from pathlib import Path
+from hexad.models import sources
+from hexad.models.tokenizer import Tokenizer
+folder, tokenizer = Path(sys.argv[2]), Tokenizer.from_files(sources.fetch(sys.argv[1]))
+tokenizer._backend.save(str(folder / "tokenizer.json"))
+eos = tokenizer.id_to_token(tokenizer.eos_token_id)
+(folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}))
+"""
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model's tokenizer, for tools that count tokens by themselves."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    subprocess.run([PYTHON, "-c", EXPORT, MODEL, str(folder)], check=True, cwd=ROOT)
+    return folder

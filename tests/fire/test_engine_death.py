@@ -235,9 +235,10 @@ async def test_pauses_double_and_it_gives_up() -> None:
     await engine.close()
 
 
-async def test_starts_that_fail_count_as_deaths() -> None:
+@pytest.mark.parametrize("error", [StartupError("no memory"), OSError("no descriptors"), EngineDeadError("died while it started")])
+async def test_starts_that_fail_count_as_deaths(error: Exception) -> None:
     async def start() -> StubClient:
-        raise StartupError("no memory")
+        raise error
 
     client = StubClient()
     engine = SupervisedEngine(client, start, max_deaths=3, first_pause_s=0.001)  # type: ignore[arg-type]

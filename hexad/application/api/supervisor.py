@@ -100,6 +100,9 @@ class SupervisedEngine:
                 except StartupError as error:
                     log.error("the engine process could not be started again: %s", error.message)
                     continue
+                except Exception:  # whatever it is, a server without an engine must go on trying, or give up aloud
+                    log.exception("the engine process could not be started again")
+                    continue
                 log.warning("the engine is there again")
                 if self.on_restart is not None:
                     await self.on_restart(self._client)
