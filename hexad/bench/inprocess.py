@@ -48,6 +48,8 @@ class InProcess:
 
     def info(self) -> dict[str, Any]:
         engine, welcome = self._engine, self._engine.welcome
+        config = engine.config.model_dump(mode="json", exclude={"server"})
+        config["model"]["model"] = config["model"]["model"].rstrip("/").rpartition("/")[2]
         return {
             "face": "in process",
             "device": welcome.device,
@@ -58,7 +60,7 @@ class InProcess:
             "block_size": welcome.block_size,
             "phases_s": engine.report.phases_s,
             "operators": engine.report.operators,
-            "config": engine.config.model_dump(mode="json", exclude={"server"}),
+            "config": config,
             "detokenizes": self._tokenizer is not None,
         }
 

@@ -77,8 +77,16 @@ def versions() -> dict[str, str]:
 
 
 def command_line() -> str:
-    """The command that was given, with the program's name in place of its path."""
-    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """The command that was given; of absolute paths the last part alone, so that a result says nothing of the machine's folders."""
+    program = Path(sys.argv[0]).name
+    return " ".join(["hexad" if program == "__main__.py" else program, *(_without_folder(word) for word in sys.argv[1:])])
+
+
+def _without_folder(word: str) -> str:
+    option, separator, value = word.partition("=")
+    if separator and value.startswith("/"):
+        return f"{option}={Path(value).name}"
+    return Path(word).name if word.startswith("/") else word
 
 
 def new_result(kind: str, load: Load | None, model: str, weight_format: str) -> dict[str, Any]:

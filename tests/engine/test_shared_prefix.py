@@ -6,8 +6,17 @@ import random
 import time
 
 import numpy as np
+import pytest
 
-from hexad.engine.batch_state import MIN_SHARED_READS, _shared_len
+from hexad.engine import batch_state
+from hexad.engine.batch_state import _shared_len
+
+MIN_SHARED_READS = 8_192
+
+
+@pytest.fixture(autouse=True)
+def small_batches_count(monkeypatch):
+    monkeypatch.setattr(batch_state, "MIN_SHARED_READS", MIN_SHARED_READS)
 
 
 def test_common_blocks_are_counted_and_the_newest_key_never_is() -> None:
