@@ -40,7 +40,7 @@ def server() -> Iterator[ServerProcess]:
         "--log-level",
         "warning",
     )
-    with served(Path(DEFAULT_MODEL), *flags) as process:
+    with served(Path(DEFAULT_MODEL), *flags, "--log-level", "warning") as process:
         yield process
 
 

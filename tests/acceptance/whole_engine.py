@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import tokenizers
+import torch
 from engine_driver import fresh_seed, make_executor, save_random
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -56,8 +57,9 @@ def save_tokenizer(folder: Path, rng: random.Random) -> None:
 class World:
     """One model with its executor, tokenizer and a source of random requests."""
 
-    def __init__(self, folder: Path, kind: str) -> None:
-        self.seed = fresh_seed()
+    def __init__(self, folder: Path, kind: str, seed: int | None = None) -> None:
+        self.seed = fresh_seed() if seed is None else seed
+        torch.manual_seed(self.seed)
         self.rng = random.Random(self.seed)
         name, config = KINDS[kind]
         save_random(folder, name, vocab_size=NUM_ROWS, hidden_size=64, num_attention_heads=4, max_position_embeddings=MAX_LEN, **config)
