@@ -65,8 +65,8 @@ def test_products_agree_with_float64(isa: str, source: str, make, monkeypatch) -
                 tiles = isa == "amx" and dtype == torch.bfloat16  # weights are rounded to bfloat16 there, as plain ones would be
                 size = 0.1 * (x.double().abs() @ weight.T.abs()).norm()  # sums that cancel are not to be had exactly
                 found = packed.linear(x, torch.float32)
-                assert error(found, expected, size) < (6e-3 if tiles else 1e-5), (rows, columns, count, dtype)
-                assert error(packed.linear(x, torch.bfloat16), expected, size) < 1e-2
+                assert error(found, expected, size) < (1.2e-2 if tiles else 1e-5), (rows, columns, count, dtype)
+                assert error(packed.linear(x, torch.bfloat16), expected, size) < 2e-2
 
 
 @pytest.mark.parametrize("isa", isas())

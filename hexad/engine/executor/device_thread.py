@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
+EXIT_PATIENCE_S = 30.0  # a job that takes longer than this no longer holds up the end of the process
+
+
+def _stop(jobs: queue.SimpleQueue[Callable[[], None] | None], thread: threading.Thread, timeout_s: float | None = EXIT_PATIENCE_S) -> None:
+    if thread.is_alive():
+        jobs.put(None)
+        thread.join(timeout_s)
 
 
 class DeviceThread:
@@ -24,6 +32,8 @@ class DeviceThread:
         self._initialise = initialise
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
+        # A process that ends while this thread is inside torch aborts: torch cannot be unwound when the interpreter takes threads down.
+        weakref.finalize(self, _stop, self._jobs, self._thread)
 
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
@@ -42,9 +52,7 @@ class DeviceThread:
         return future.result()
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            self._jobs.put(None)
-            self._thread.join()
+        _stop(self._jobs, self._thread, None)
 
     def _loop(self) -> None:
         self._initialise()

@@ -81,7 +81,9 @@ static inline void panel_f32(const Weight& w, const uint8_t* panel, const float*
     f16v acc[kRows];
     for (int m = 0; m < kRows; ++m) acc[m] = f16v{};
     for (int z = 0; z < 4; ++z) {
-      for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {  // unrolled, so that shifts are by constants
+#pragma GCC unroll 2
         for (int parity = 0; parity < 2; ++parity) {
           Weight local;  // codes_of reads the format and the zero alone; constants here fold its branches away
           local.format = kFormat;
