@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from whole_engine import BLOCK_SIZE, KINDS, Ask, Run, Setup, World, alone, assert_same, random_asks, random_params, run, usage, with_stops
+from whole_engine import BLOCK_SIZE, KINDS, Ask, Run, Setup, World, alone, assert_same, random_asks, random_params, run, with_stops
 
 from hexad.common.params import SamplingParams
 
@@ -60,13 +60,12 @@ def everything(world: World) -> tuple[Ask, Run]:
 def test_b37_preempted_at_every_step_in_turn(world: World, depth: int) -> None:
     ask, expected = everything(world)
     undisturbed = run(world, [ask], Setup(depth=depth, chunk=11, max_num_seqs=4))
-    assert_same(undisturbed.results, expected.results, cached=True)
+    assert_same(world, [ask], undisturbed.results, expected.results, cached=True)
     preempted = 0
     for k in range(1, undisturbed.stats.steps_total):
         got = run(world, [ask], Setup(depth=depth, chunk=11, max_num_seqs=4, preempt=lambda step, k=k: step == k))
         assert got.stats.preemptions_total > 0 or k >= undisturbed.stats.steps_total - depth, f"step {k} was never reached"
-        assert_same(got.results, undisturbed.results, cached=True)
-        assert usage(got.results[0]) == usage(undisturbed.results[0])
+        assert_same(world, [ask], got.results, undisturbed.results, cached=True)
         preempted += got.stats.preemptions_total
     assert preempted > 0
 
@@ -77,7 +76,7 @@ def test_b37_preempted_again_and_again(world: World, every: int) -> None:
     expected = alone(world, asks)
     got = run(world, asks, Setup(depth=2, caching=True, preempt=lambda step: step % every == 0))
     assert got.stats.preemptions_total > 0
-    assert_same(got.results, expected)
+    assert_same(world, asks, got.results, expected)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -96,5 +95,4 @@ def test_b37_a_pool_that_holds_a_third_of_the_load(world: World, depth: int) -> 
     pages = 3 * sum(need[group.kind] for group in world.groups)
     got = run(world, asks, Setup(depth=depth, blocks=pages // len(world.groups), caching=True, budget=100))
     assert got.stats.preemptions_total > 0 or need["full"] * len(world.groups) > pages  # windows alone may just get by
-    assert_same(got.results, expected)
-    assert [usage(result) for result in got.results] == [usage(result) for result in expected]
+    assert_same(world, asks, got.results, expected)

@@ -43,14 +43,14 @@ def test_the_requests_are_worth_it(case: Case) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 64, None])
 def test_b15_chunks(case: Case, chunk: int | None, depth: int) -> None:
     got = run(case.world, case.asks, Setup(depth=depth, chunk=chunk, max_num_seqs=24))
-    assert_same(got.results, case.expected)
+    assert_same(case.world, case.asks, got.results, case.expected)
     for ask in case.asks[:2]:
         single = run(case.world, [ask], Setup(depth=depth, chunk=chunk, max_num_seqs=4))
-        assert_same(single.results, [case.expected[case.asks.index(ask)]])
+        assert_same(case.world, [ask], single.results, [case.expected[case.asks.index(ask)]])
 
 
 def test_b15_whole_prompts(case: Case) -> None:
-    assert_same(run(case.world, case.asks, Setup(depth=2, chunked=False)).results, case.expected)
+    assert_same(case.world, case.asks, run(case.world, case.asks, Setup(depth=2, chunked=False)).results, case.expected)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -59,8 +59,7 @@ def test_b15_cold_and_warm_cache(case: Case, depth: int) -> None:
     warm = run(case.world, case.asks, Setup(depth=depth, caching=True), times=2)
     assert warm.stats.prefix_hits_total > cold.stats.prefix_hits_total
     for got in (cold, warm):
-        assert_same(got.results, case.expected)
-        assert [usage(result) for result in got.results] == [usage(result) for result in case.expected]
+        assert_same(case.world, case.asks, got.results, case.expected)
     for ask, result in zip(case.asks, warm.results, strict=True):
         assert 0 <= result.metrics.num_cached_tokens < len(ask.prompt)
 
@@ -76,7 +75,7 @@ def test_b15_among_neighbours(case: Case, count: int) -> None:
     for index in range(NUM_ASKS):
         mine = dataclasses.replace(case.asks[index], at_step=rng.randrange(10))
         got = run(world, [*neighbours, mine], Setup(depth=2, caching=True, budget=60))
-        assert_same(got.results[count:], [case.expected[index]])
+        assert_same(world, [mine], got.results[count:], [case.expected[index]])
 
 
 def random_setup(world: World) -> Setup:
@@ -102,4 +101,4 @@ def test_b15_b37_everything_combined(case: Case, example: int) -> None:
     order = rng.sample(range(NUM_ASKS), NUM_ASKS)
     print(setup, order)
     got = run(world, [asks[index] for index in order], setup, times=rng.choice([1, 1, 2]))
-    assert_same(got.results, [case.expected[index] for index in order])
+    assert_same(world, [asks[index] for index in order], got.results, [case.expected[index] for index in order])
