@@ -73,8 +73,8 @@ def judge(attack: Shot, answer: Answer) -> str | None:
         return f"{status} for a request whose head is small and came at once"
     if not (400 <= status < 500 or status == 503):
         return f"status {status}: {answer.body[:300]!r}"
-    if attack.head:
-        return None
+    if attack.head or answer.body.startswith(b"Failed to open a WebSocket connection"):
+        return None  # a broken upgrade is refused by the protocol, before there is a request
     error = answer.error()
     if set(error) != {"message", "type", "param", "code"}:
         return f"{status} without an error object: {answer.body[:300]!r}"

@@ -191,7 +191,7 @@ async def test_calls(client: EngineClient) -> None:
     assert await client.call("ping") == {}
     with pytest.raises(HexadError, match="stats"):
         await client.call("statistics")
-    stream = client.submit(request("old", 1500))
+    stream = client.submit(request("old", 4_000))
     await stream.next_batch()
     assert (await client.call("drain"))["live_requests"] == 1
     (refused,) = await collect(client, request("new"))
@@ -280,9 +280,10 @@ async def test_start_up_failures_keep_their_class() -> None:
 
 async def test_cancelled_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = set(psutil.Process().children())
     task = asyncio.create_task(EngineClient.start(CONFIG, command=(sys.executable, "-c", "import time; time.sleep(60)")))
     await asyncio.sleep(0.2)
-    (child,) = psutil.Process().children()
+    (child,) = set(psutil.Process().children()) - before
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

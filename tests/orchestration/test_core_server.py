@@ -156,9 +156,9 @@ def test_a_parent_killed_while_the_engine_loads_takes_it_along(tmp_path: Path) -
 
 async def test_starting_and_closing_leaks_nothing() -> None:
     process = psutil.Process()
-    counts = []
+    counts, before = [], set(process.children())
     for _ in range(3):
         client = await EngineClient.start(CONFIG)
         await client.close()
         counts.append((process.num_fds(), process.num_threads()))
-    assert counts[1] == counts[2] and process.children() == []
+    assert counts[1] == counts[2] and set(process.children()) <= before
