@@ -1,4 +1,4 @@
-"""Soak of the whole engine against itself until the time is up: `python scripts/soak_engine.py SECONDS [--seed N]`.
+"""Compares the engine with itself on fresh random models and requests: `python scripts/soak_engine.py SECONDS [--seed N]`.
 
 Prints the seed of each example that fails, to be run again alone with `--seed`. Exit code 1 if one failed.
 """

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ BLOCK_SIZE = 8
 MAX_LEN = 192
 MAX_SEQS = 40
 LOGPROB_TOLERANCE = 1e-4
-ROUNDING = 2e-6  # float32 logits up to 16 are known to about this much
+ROUNDING = 1.5e-5  # what batch shapes and kernels may change of float32 logits here; a wrong history changes them a thousand times more
 KINDS = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": 20}),
@@ -235,7 +236,7 @@ def assert_same(
     for ask, ours, theirs in zip(asks, got, expected, strict=True):
         assert len(ours.outputs) == len(theirs.outputs)
         for choice, wanted in zip(ours.outputs, theirs.outputs, strict=True):
-            where = f"request {ours.request_id}, choice {choice.index}: {choice}, expected {wanted}"
+            where = f"request {ours.request_id}, choice {choice.index} of {ask}: {_first_difference(choice, wanted)}"
             assert choice.error == wanted.error is None
             if choice.token_ids != wanted.token_ids:
                 excused += 1
@@ -252,8 +253,15 @@ def assert_same(
             assert usage(ours) == usage(theirs)
 
 
+def _first_difference(choice: CompletionOutput, wanted: CompletionOutput) -> str:
+    pairs = zip_longest(choice.token_ids, wanted.token_ids)
+    at = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), len(wanted.token_ids))
+    ours, theirs = ((c.token_ids[at : at + 1], (c.logprobs or [])[at : at + 1]) for c in (choice, wanted))
+    return f"token {at} is {ours}, expected {theirs}; ends {choice.finish_reason}, expected {wanted.finish_reason}"
+
+
 def hangs_on_rounding(world: World, ask: Ask, choice: CompletionOutput, wanted: CompletionOutput) -> bool:
-    """Does the undisturbed run, too, draw `choice`'s first different token when its logits change by a few units in the last place?"""
+    """Does the undisturbed run, too, draw `choice`'s first different token when its logits change by what rounding may do?"""
     ids = choice.token_ids
     at = next((i for i, (ours, theirs) in enumerate(zip(ids, wanted.token_ids, strict=False)) if ours != theirs), None)
     if at is None:

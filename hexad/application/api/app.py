@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 
-import hexad
 from hexad.application.api import health, tokens
 from hexad.application.api.auth import OPEN_PATHS, Authenticate, Keys
 from hexad.application.api.chat import answer_chat, chat_completions
@@ -24,6 +23,7 @@ from hexad.application.api.schema import ChatRequest, CompletionRequest, Detoken
 from hexad.application.api.state import ServerState
 from hexad.application.api.websocket import Answer, serve_socket
 from hexad.common.errors import HexadError
+from hexad.common.version import __version__
 
 Handler = Callable[[ServerState, Request], Awaitable[Response]]
 
@@ -56,7 +56,7 @@ def build_app(state: ServerState) -> FastAPI:
     From outside in: id and access record, CORS, errors, keys, body size, routes. Bodies are read by the handlers themselves (FastAPI
     would answer 422 in its own format), so the schema in /openapi.json is given beside the route.
     """
-    app = FastAPI(title="Hexad", version=hexad.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(title="Hexad", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     for path, handler in GET.items():
         extra = {"parameters": _path_parameters(path)}
         app.add_api_route(path, _endpoint(handler, state), methods=["GET"], response_class=Response, name=path, openapi_extra=extra)

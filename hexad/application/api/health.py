@@ -6,13 +6,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-import hexad
 from hexad.application.api import wire
 from hexad.application.api.admission import shutting_down
 from hexad.application.api.errors import error_response
 from hexad.application.api.state import ServerState
 from hexad.common.errors import EngineDeadError, HexadError
 from hexad.common.metrics import CONTENT_TYPE
+from hexad.common.version import __version__
 
 STATS_TIMEOUT_S = 2.0
 
@@ -52,7 +52,7 @@ async def ready(state: ServerState, http: Request) -> Response:
 
 async def version(state: ServerState, http: Request) -> Response:
     """The version of this server."""
-    return json_response({"version": hexad.__version__})
+    return json_response({"version": __version__})
 
 
 async def load(state: ServerState, http: Request) -> Response:

@@ -16,10 +16,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-import hexad
-
 if TYPE_CHECKING:
-    from hexad.application.api.generation import Run
+    from hexad.common.version import __version__
+from hexad.application.api.generation import Run
 
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 FROM_RECORD = {  # key of the access record -> attribute
@@ -38,7 +37,7 @@ class Tracing:
 
     def __init__(self, exporter: SpanExporter, *, at_once: bool = False) -> None:
         """`at_once`: export each span when it ends, for tests. Sampling follows OTEL_TRACES_SAMPLER; the default takes all."""
-        resource = Resource.create({SERVICE_NAME: "hexad", SERVICE_VERSION: hexad.__version__})
+        resource = Resource.create({SERVICE_NAME: "hexad", SERVICE_VERSION: __version__})
         self._provider = TracerProvider(resource=resource)
         self._provider.add_span_processor(SimpleSpanProcessor(exporter) if at_once else BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("hexad")
