@@ -16,9 +16,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcess
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from hexad.common.version import __version__
+
 if TYPE_CHECKING:
-    from hexad.common.version import __version__
-from hexad.application.api.generation import Run
+    from hexad.application.api.generation import Run
 
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 FROM_RECORD = {  # key of the access record -> attribute
