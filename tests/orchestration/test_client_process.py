@@ -44,6 +44,14 @@ async def client() -> AsyncIterator[EngineClient]:
     await client.close()
 
 
+@pytest.fixture
+async def slow_client() -> AsyncIterator[EngineClient]:
+    """A millisecond a step, so that what is asked meanwhile finds the request running."""
+    client = await EngineClient.start(CONFIG.with_values({"device.device": "fake:0.001"}))
+    yield client
+    await client.close()
+
+
 def request(request_id: str, max_tokens: int = 5, prompt: tuple[int, ...] = (1, 2, 3), **params: object) -> Submit:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, **params)
     return Submit(request_id=request_id, prompt=(TokenSegment(prompt),), params=sampling)
@@ -155,7 +163,8 @@ async def test_b36_a_third_of_500_requests_leave_at_random(client: EngineClient)
     assert resident[2] - resident[1] < 4 * 2**20, f"memory grows: {resident}"
 
 
-async def test_closing_a_stream_stops_the_work(client: EngineClient) -> None:
+async def test_closing_a_stream_stops_the_work(slow_client: EngineClient) -> None:
+    client = slow_client
     streams = [client.submit(request(f"r{index}", FOREVER)) for index in range(4)]
     await streams[0].next_batch()
     for stream in streams:
@@ -164,7 +173,8 @@ async def test_closing_a_stream_stops_the_work(client: EngineClient) -> None:
     assert client.num_streams == 0
 
 
-async def test_cancelling_the_consumer_stops_the_work(client: EngineClient) -> None:
+async def test_cancelling_the_consumer_stops_the_work(slow_client: EngineClient) -> None:
+    client = slow_client
     task = asyncio.create_task(collect(client, request("r", FOREVER)))
     await asyncio.sleep(0.05)
     assert (await client.call("stats"))["live_requests"] == 1
@@ -187,11 +197,12 @@ async def test_refusals_come_through_the_stream(client: EngineClient) -> None:
     assert_empty(await quiet(client))
 
 
-async def test_calls(client: EngineClient) -> None:
+async def test_calls(slow_client: EngineClient) -> None:
+    client = slow_client
     assert await client.call("ping") == {}
     with pytest.raises(HexadError, match="stats"):
         await client.call("statistics")
-    stream = client.submit(request("old", 4_000))
+    stream = client.submit(request("old", 1_500))
     await stream.next_batch()
     assert (await client.call("drain"))["live_requests"] == 1
     (refused,) = await collect(client, request("new"))

@@ -45,15 +45,16 @@ def test_a_front_end_that_stops_reading_loses_its_requests_but_no_news(tmp_path:
     engine = compose.build(CONFIG)
     address = f"ipc://{tmp_path}/core"
     server = EngineServer(engine.core, engine.welcome, address, SystemClock())
-    thread = threading.Thread(target=server.run)
+    thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.RCVHWM, 1)
+    socket.setsockopt(zmq.LINGER, 0)  # a failure must not hold up whoever collects the context
     socket.connect(address)
     for message in (Hello(protocol=PROTOCOL_VERSION), request("a", 30_000), request("b", 30_000)):
         socket.send(msgspec.msgpack.encode(message))
-    until(lambda: engine.core.live_requests() == 2)
+    until(lambda: engine.core.stats()["generation_tokens_total"] > 0)
     until(lambda: engine.core.live_requests() == 0, 30.0)  # nobody reads
     stats = engine.core.stats()
     assert stats["generation_tokens_total"] < 60_000, "it was given up long before the end"
@@ -161,4 +162,4 @@ async def test_starting_and_closing_leaks_nothing() -> None:
         client = await EngineClient.start(CONFIG)
         await client.close()
         counts.append((process.num_fds(), process.num_threads()))
-    assert counts[1] == counts[2] and set(process.children()) <= before
+    assert counts[2][0] <= counts[1][0] and counts[2][1] <= counts[1][1] and set(process.children()) <= before
