@@ -27,7 +27,7 @@ def server() -> Iterator[ServerProcess]:
     try:
         fetch(DEFAULT_MODEL)
     except ModelError as error:
-        pytest.skip(f"the default model is not here and cannot be fetched: {error}")
+        pytest.fail(f"the default model is not here and cannot be fetched: {error}")
     flags = (
         "--device",
         "cpu",

