@@ -36,7 +36,8 @@ class Telemetry:
         self._thread.join()
 
     def summary(self) -> dict[str, Any]:
-        """Peak memory in bytes, median clock and power; figures that cannot be read are absent."""
+        """Peak memory in bytes (this moment included), median clock and power; figures that cannot be read are absent."""
+        self._sample_memory()
         found: dict[str, Any] = {"peak_rss_bytes": self._peak_rss_bytes}
         if self._gpu_used_bytes:
             found["peak_gpu_bytes"] = self._gpu_used_bytes
@@ -54,8 +55,11 @@ class Telemetry:
                     self._sample(nvml)
                     return
 
-    def _sample(self, nvml: Nvml) -> None:
+    def _sample_memory(self) -> None:
         self._peak_rss_bytes = max(self._peak_rss_bytes, _tree_rss(self._process))
+
+    def _sample(self, nvml: Nvml) -> None:
+        self._sample_memory()
         if self._gpu_index is None or not nvml.available or len(self._power_w) >= self._capacity:
             return
         clock, power = nvml.sm_clock_mhz(self._gpu_index), nvml.power_w(self._gpu_index)
@@ -69,13 +73,14 @@ class Telemetry:
 
 def _tree_rss(process: psutil.Process) -> int:
     """Resident bytes of a process and its children (shared pages counted in each)."""
-    total = 0
     try:
-        for one in (process, *process.children(recursive=True)):
-            try:
-                total += one.memory_info().rss
-            except psutil.Error:
-                continue
+        children = process.children(recursive=True)
     except psutil.Error:
-        return total
+        children = []
+    total = 0
+    for one in (process, *children):
+        try:
+            total += one.memory_info().rss
+        except psutil.Error:
+            continue
     return total

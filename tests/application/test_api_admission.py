@@ -82,7 +82,7 @@ async def test_admission_counts() -> None:
 def test_a_long_prompt_does_not_hold_up_the_loop() -> None:
     class Slow(ByteTokenizer):
         def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-            time.sleep(0.5)
+            time.sleep(4.0)
             return super().encode(text, add_special_tokens)
 
     with serving(tokenizer=Slow()) as server:
@@ -91,7 +91,7 @@ def test_a_long_prompt_does_not_hold_up_the_loop() -> None:
         time.sleep(0.1)
         start_s = time.monotonic()
         assert httpx.get(server.url + "/health").status_code == 200
-        assert time.monotonic() - start_s < 0.25
+        assert time.monotonic() - start_s < 3
         slow.join()
 
 

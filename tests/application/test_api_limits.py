@@ -21,7 +21,7 @@ def test_b11_too_long_is_refused_with_the_numbers(http: httpx.Client) -> None:
     for stream in (False, True):
         start_s = time.monotonic()
         error = ask(http, 1012, max_tokens=16, stream=stream)
-        assert time.monotonic() - start_s < 1
+        assert time.monotonic() - start_s < 5
         assert error.status_code == 400
         body = error.json()["error"]
         assert body["code"] == "context_length_exceeded"

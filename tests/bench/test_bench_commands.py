@@ -74,9 +74,9 @@ def test_an_interrupt_leaves_a_valid_partial_file(tmp_path, scripted_face, monke
 
 def test_duration_measures_a_steady_state(tmp_path):
     path = tmp_path / "r.json"
-    bench("offline", *FAKE, "--duration-s", "0.5", "--input-len", "8", "--output-len", "16", "--requests", "8", "--json", str(path))
-    result = json.loads(path.read_text())
-    assert result["metrics"]["steady_s"] == pytest.approx(0.4, abs=0.1) and result["metrics"]["output_tok_s"] > 0
+    bench("offline", *FAKE, "--duration-s", "2", "--input-len", "8", "--output-len", "16", "--requests", "8", "--json", str(path))
+    metrics = json.loads(path.read_text())["metrics"]
+    assert 1.6 <= metrics["steady_s"] < 30 and metrics["output_tok_s"] > 0  # four fifths of the time, more on a busy machine
 
 
 def test_impossible_times_are_flagged():
