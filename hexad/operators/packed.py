@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 from hexad.operators.registry import Kernel, registry
 
+INT8_ROWS = "int8_rows"  # stored rows: a float16 scale, then one signed byte a number
+
 
 class StoredRows(Protocol):
     """Rows of a weight matrix as a checkpoint has them (a `WeightHandle` is one)."""
@@ -35,6 +37,11 @@ class StoredRows(Protocol):
     def load(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> torch.Tensor: ...
 
 
+def formats_of(rows: Sequence[StoredRows]) -> str:
+    """`PackedLinearArgs.format` of parts one below the other."""
+    return "+".join(part.format for i, part in enumerate(rows) if i == 0 or part.format != rows[i - 1].format)
+
+
 PackedParams = tuple[Sequence[StoredRows], torch.Tensor | None]
 
 
@@ -45,7 +52,7 @@ class PackedLinearArgs:
     in_features: int
     out_features: int
     bias: bool
-    format: str  # of all rows
+    format: str  # of all rows; "a+b+...": of parts one below the other, equal neighbours named once
     dtype: torch.dtype  # of x
     out_dtype: torch.dtype
     device_type: str

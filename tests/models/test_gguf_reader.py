@@ -200,7 +200,7 @@ def key(name: bytes, kind: int, value: bytes) -> bytes:
         (file_of([info(b"a", [8], 0, 4)], b"\0" * 64), "multiple of 32"),
         (file_of([info(b"a", [33, 2], 3, 0)], b"\0" * 64), "blocks of 32"),
         (file_of([info(b"a", [1] * 9, 0, 0)], b"\0" * 64), "9 dimensions"),
-        (file_of([info(b"a", [8], 10, 0)], b"\0" * 64), "Q2_K"),
+        (file_of([info(b"a", [8], 16, 0)], b"\0" * 64), "IQ2_XXS"),
         (file_of([info(b"a", [8], 99, 0)], b"\0" * 64), "type 99"),
         (file_of([info(b"\xff", [8], 0, 0)], b"\0" * 64), "UTF-8"),
         (file_of([], keys=[key(b"k", 9, struct.pack("<IQ", 8, 2**60))]), "claims"),

@@ -6,11 +6,10 @@ import time
 
 import pytest
 import torch
-from native_library import isas, use
+from native_library import block_of, isas, random_rows, use
 
-from hexad.models.formats.blocks import dequantize
-from hexad.models.formats.stored import FORMATS
-from hexad.operators.native.library import GATED, STORE, PackedWeight
+from hexad.common.errors import WeightsError
+from hexad.operators.native.library import GATED, SOURCES, STORE, PackedWeight
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 15, 16, 17, 31, 33, 50)
 
@@ -26,31 +25,21 @@ def random_int(make, low: int, high: int) -> int:
     return int(torch.randint(low, high + 1, (1,), generator=make))
 
 
-def random_weight(make, source: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(stored rows, the numbers they mean in float64)."""
-    if source in ("bfloat16", "float32"):
-        stored = torch.randn(rows, columns, generator=make).to(getattr(torch, source))
-        return stored, stored.to(torch.bfloat16).double()
-    block, size = FORMATS[source]
-    blocks = torch.randint(0, 256, (rows * (columns // block), size), generator=make, dtype=torch.uint8)
-    halves = 2 if source == "q4_1" else 1
-    scales = (torch.randn(blocks.shape[0], halves, generator=make) * 0.1).half()
-    blocks[:, : 2 * halves] = scales.view(torch.uint8)
-    stored = blocks.reshape(rows, -1)
-    return stored, dequantize(stored, source, torch.float32).double()
-
-
 def error(found: torch.Tensor, expected: torch.Tensor, least: float | torch.Tensor = 1e-30) -> float:
     return float((found.double() - expected).norm() / expected.norm().clamp_min(float(least)))
 
 
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("source", ["q4_0", "q4_1", "q8_0", "bfloat16", "float32"])
+@pytest.mark.parametrize("source", SOURCES)
 def test_products_agree_with_float64(isa: str, source: str, make, monkeypatch) -> None:
     use(monkeypatch, isa)
-    step = 32 if FORMATS[source][0] > 1 else 1
-    for rows, columns in ((1, 32), (random_int(make, 17, 90), step * random_int(make, 1, 96 // step + 2)), (64, 160)):
-        stored, weight = random_weight(make, source, rows, columns)
+    step = block_of(source)
+    for rows, columns in (
+        (1, max(32, step)),
+        (random_int(make, 17, 90), step * random_int(make, 1, 96 // step + 2)),
+        (64, 5 * max(32, step)),
+    ):
+        stored, weight = random_rows(make, source, rows, columns)
         packed = PackedWeight(source, rows, columns)
         cut = random_int(make, 0, rows)
         packed.fill(0, stored[:cut].contiguous())
@@ -80,7 +69,7 @@ def test_gated_products(isa: str, activation: int, make, monkeypatch) -> None:
         torch.nn.functional.relu,
     ][activation]
     half = 16 * random_int(make, 1, 5)
-    stored, weight = random_weight(make, "q4_1", 2 * half, 96)
+    stored, weight = random_rows(make, "q4_1", 2 * half, 96)
     packed = PackedWeight("q4_1", 2 * half, 96)
     packed.fill(0, stored)
     bias = torch.randn(2 * half, generator=make)
@@ -97,9 +86,10 @@ def test_gated_products(isa: str, activation: int, make, monkeypatch) -> None:
 @pytest.mark.parametrize("isa", isas())
 def test_rows_of_a_table(isa: str, make, monkeypatch) -> None:
     use(monkeypatch, isa)
-    for source in ("q4_0", "q4_1", "q8_0", "bfloat16"):
-        stored, weight = random_weight(make, source, 37, 64)
-        packed = PackedWeight(source, 37, 64)
+    for source in set(SOURCES) - {"float32"}:
+        columns = max(64, block_of(source))
+        stored, weight = random_rows(make, source, 37, columns)
+        packed = PackedWeight(source, 37, columns)
         packed.fill(0, stored)
         ids = torch.randint(0, 37, (9,), generator=make)
         assert torch.allclose(packed.rows(ids, torch.float32).double(), weight[ids], rtol=1e-6, atol=1e-7)
@@ -109,7 +99,7 @@ def test_rows_of_a_table(isa: str, make, monkeypatch) -> None:
 
 def test_threads_change_nothing(make, monkeypatch) -> None:
     """Every chunk is computed by one thread: the number of threads moves no bit."""
-    stored, _ = random_weight(make, "q4_1", 200, 64)
+    stored, _ = random_rows(make, "q4_1", 200, 64)
     for dtype in (torch.float32, torch.bfloat16):
         for count in (1, 40):
             x = torch.randn(count, 64, generator=make).to(dtype)
@@ -125,7 +115,7 @@ def test_threads_change_nothing(make, monkeypatch) -> None:
 def test_a_row_does_not_see_its_neighbours(make, monkeypatch) -> None:
     for isa in isas():
         use(monkeypatch, isa)
-        stored, _ = random_weight(make, "q8_0", 48, 64)
+        stored, _ = random_rows(make, "q8_0", 48, 64)
         packed = PackedWeight("q8_0", 48, 64)
         packed.fill(0, stored)
         for dtype in (torch.float32, torch.bfloat16):
@@ -135,3 +125,69 @@ def test_a_row_does_not_see_its_neighbours(make, monkeypatch) -> None:
             dirty = packed.linear(x, torch.float32)
             kept = [row for row in range(20) if row != 3]
             assert dirty[3].isnan().all() and torch.equal(clean[kept], dirty[kept])
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_rows_in_several_formats(isa: str, make, monkeypatch) -> None:
+    """Parts of any height one below the other, each in its own format, with a bias over all of them."""
+    use(monkeypatch, isa)
+    sources = [name for name in SOURCES if name != "float32"]
+    for _ in range(4):
+        parts = []
+        for _ in range(random_int(make, 2, 5)):
+            source, rows = sources[random_int(make, 0, len(sources) - 1)], random_int(make, 1, 70)
+            parts.append((source, rows, *random_rows(make, source, rows, 256)))
+        packed = None
+        for source, rows, stored, _weight in parts:
+            part = PackedWeight(source, rows, 256)
+            part.fill(0, stored)
+            if packed is None:
+                packed = part
+            else:
+                packed.append(part)
+        weight = torch.cat([weight for *_, weight in parts])
+        bias = torch.randn(weight.shape[0], generator=make)
+        packed.set_bias(bias)
+        for count in (1, 4, 7, 33):
+            x = torch.randn(count, 256, generator=make)
+            expected = x.double() @ weight.T + bias.double()
+            assert error(packed.linear(x, torch.float32), expected) < 1e-5, ([part[:2] for part in parts], count)
+            assert error(packed.linear(x.bfloat16(), torch.bfloat16), expected) < 2e-2
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_a_gate_and_an_up_in_formats_of_their_own(isa: str, make, monkeypatch) -> None:
+    use(monkeypatch, isa)
+    half = 16 * random_int(make, 1, 5)
+    (gate, gate_weight), (up, up_weight) = random_rows(make, "q4_k", half, 256), random_rows(make, "q6_k", half, 256)
+    packed, below = PackedWeight("q4_k", half, 256), PackedWeight("q6_k", half, 256)
+    packed.fill(0, gate)
+    below.fill(0, up)
+    packed.append(below)
+    bias = torch.randn(2 * half, generator=make)
+    packed.set_bias(bias)
+    for count in (1, 3, 20):
+        x = 0.1 * torch.randn(count, 256, generator=make)
+        gates, ups = x.double() @ gate_weight.T + bias[:half].double(), x.double() @ up_weight.T + bias[half:].double()
+        expected = torch.nn.functional.silu(gates) * ups
+        assert error(packed.linear(x, torch.float32, GATED, 0), expected) < 1e-5
+        assert error(packed.linear(x.bfloat16(), torch.bfloat16, GATED, 0), expected) < 3e-2
+
+
+def test_rows_that_do_not_fit_are_refused(make, monkeypatch) -> None:
+    use(monkeypatch, isas()[-1])
+    for source in SOURCES:
+        columns = max(64, block_of(source))
+        stored, _ = random_rows(make, source, 20, columns)
+        packed = PackedWeight(source, 20, columns)
+        for first, rows, message in (
+            (0, stored[:, :-1], "takes"),
+            (1, stored, "outside"),
+            (-1, stored[:3], "outside"),
+            (0, stored[0], "takes"),
+        ):
+            with pytest.raises(WeightsError, match=message):
+                packed.fill(first, rows)
+        if block_of(source) > 1:
+            with pytest.raises(WeightsError, match="whole blocks"):
+                PackedWeight(source, 20, columns + 1)

@@ -98,6 +98,33 @@ def _k_affine(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     return (step * codes.to(torch.float32) - base).reshape(-1, 256)
 
 
+def _crumbs(packed: torch.Tensor) -> torch.Tensor:
+    """[n, 64] -> [n, 8, 32]: sub-block 4 h + j is made of the two bits at 2 j of each of the 32 bytes of half h."""
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=packed.device).reshape(1, 1, 4, 1)
+    return ((packed.reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(-1, 8, 32)
+
+
+def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
+    both = blocks[:, 0:16]  # 16 sub-blocks of 16: a scale in the low nibble, a minimum in the high one
+    step = (_half(blocks, 80) * (both & 0x0F).to(torch.float32)).unsqueeze(2)
+    base = (_half(blocks, 82) * (both >> 4).to(torch.float32)).unsqueeze(2)
+    codes = _crumbs(blocks[:, 16:80]).reshape(-1, 16, 16).to(torch.float32)
+    return (step * codes - base).reshape(-1, 256)
+
+
+def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
+    packed = blocks[:, 96:108]  # 16 scales of 6 bits: low nibbles of 8 bytes, then their high ones; upper two bits in the last four
+    low = torch.cat((packed[:, :8] & 0x0F, packed[:, :8] >> 4), dim=1)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).reshape(1, 4, 1)
+    high = ((packed[:, 8:].reshape(-1, 1, 4) >> shifts) & 3).reshape(-1, 16)
+    scales = (low | (high << 4)).to(torch.float32) - 32
+    bits = torch.arange(8, dtype=torch.uint8, device=blocks.device).reshape(1, 8, 1)
+    top = (blocks[:, 0:32].reshape(-1, 1, 32) >> bits) & 1  # bit j of byte i: code i of sub-block j; 0 takes 4 away
+    codes = (_crumbs(blocks[:, 32:96]) | (top << 2)).to(torch.float32) - 4
+    step = (_half(blocks, 108) * scales).unsqueeze(2)
+    return (step * codes.reshape(-1, 16, 16)).reshape(-1, 256)
+
+
 def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
     return _k_affine(blocks, _k_nibbles(blocks[:, 16:144]))
 
@@ -120,5 +147,6 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 _UNPACK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
+    "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1, "q8_0": _q8_0,
+    "q2_k": _q2_k, "q3_k": _q3_k, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
 }  # fmt: skip

@@ -1,7 +1,7 @@
-"""Weights that stay packed: GGUF's 4- and 8-bit blocks as the file has them, plain ones in bfloat16, through the operator `packed_linear`.
+"""Weights that stay packed: GGUF's blocks as the file has them, plain ones in bfloat16, through the operator `packed_linear`.
 
-A layer whose rows no provider packs (mixed formats, k-quants) is dequantised to bfloat16 and packed as that; where even this is not to be
-had (float32 arithmetic with plain weights) it becomes plain.
+A layer whose rows no provider packs is dequantised to bfloat16 and packed as that; where even this is not to be had (float32 arithmetic
+with plain weights) it becomes plain.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from hexad.models.quant.plain import PlainScheme, stack_rows
 from hexad.models.quant.scheme import EmbeddingMethod, LinearMethod
-from hexad.operators.packed import PackedLinearArgs, StoredRows
+from hexad.operators.packed import PackedLinearArgs, StoredRows, formats_of
 from hexad.operators.registry import registry
 
 if TYPE_CHECKING:
@@ -109,11 +109,10 @@ class PackedScheme:
         self, weights: Sequence[WeightHandle], biases: Sequence[WeightHandle] | None, dtype: torch.dtype, device: torch.device
     ) -> tuple[PackedLinearArgs, Any] | None:
         """(args, packed rows); None: no provider packs them."""
-        formats = {weight.format for weight in weights}
-        stored: list[Sequence[StoredRows]] = [weights] if len(formats) == 1 else []
-        for rows in [*stored, [RoundedRows(weight) for weight in weights]]:
+        candidates: list[Sequence[StoredRows]] = [weights, [RoundedRows(weight) for weight in weights]]
+        for rows in candidates:
             out_features, in_features = sum(row.shape[0] for row in rows), rows[0].shape[1]
-            args = PackedLinearArgs(in_features, out_features, bool(biases), rows[0].format, dtype, dtype, device.type)
+            args = PackedLinearArgs(in_features, out_features, bool(biases), formats_of(rows), dtype, dtype, device.type)
             if can_pack(args, self._prefer):
                 bias = stack_rows(biases, torch.float32, device) if biases else None
                 return args, registry.bind("packed_linear", args, self._prefer).prepare((rows, bias))

@@ -19,13 +19,19 @@ from pathlib import Path
 
 import torch
 
-from hexad.common.errors import ConfigError
+from hexad.common.errors import ConfigError, WeightsError
 from hexad.operators.native.build import ALL, BuildError, cached_library
+from hexad.operators.packed import INT8_ROWS
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
-SOURCES = {"q4_0": 0, "q4_1": 1, "q8_0": 2, "bfloat16": 3, "float32": 4}  # formats of rows that can be packed
+VERSION = 2
+SOURCES = {  # formats of rows that can be packed, as pack.h numbers them
+    "q4_0": 0, "q4_1": 1, "q8_0": 2, "bfloat16": 3, "float32": 4, "q5_0": 5, "q5_1": 6, "q4_k": 7, "q5_k": 8, "q6_k": 9, "q3_k": 10,
+    INT8_ROWS: 11,
+}  # fmt: skip
+BLOCKS = {name: 256 if name.endswith("_k") else 32 for name in SOURCES if name.startswith("q")}  # columns of a block
+MAX_PARTS = 8  # of a weight whose rows are in several formats (runtime.cpp)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 STORE, GATED, ACT = 0, 2, 3  # what becomes of a product (weight.h)
@@ -80,6 +86,8 @@ def _declare(handle: ctypes.CDLL) -> None:
         "hx_weight_delete": (None, [c_void_p]),
         "hx_weight_bytes": (c_int64, [c_void_p]),
         "hx_weight_fill": (None, [c_void_p, c_int32, c_int64, c_int64, c_void_p, c_int64]),
+        "hx_weight_append": (None, [c_void_p, c_void_p]),
+        "hx_row_bytes": (c_int64, [c_int32, c_int64]),
         "hx_weight_bias": (c_int32, [c_void_p, c_void_p]),
         "hx_linear": (c_int32, [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p, c_int32]),
         "hx_rows": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p, c_int32]),
@@ -135,13 +143,19 @@ def check(status: int) -> None:
 
 
 class PackedWeight:
-    """A weight matrix in the library's memory; freed with this object."""
+    """A weight matrix in the library's memory; freed with this object. Rows below it may be in another format (`append`)."""
 
     def __init__(self, source: str, out_features: int, in_features: int) -> None:
+        """Raises WeightsError: rows of `in_features` numbers are not whole blocks of `source`."""
         self.library = require()
         self.source = source
-        self.out_features = out_features
+        self.rows_here = out_features
+        self.out_features = out_features  # with those of what was appended
         self.in_features = in_features
+        self._below: list[PackedWeight] = []
+        block = BLOCKS.get(source, 1)
+        if in_features % block:
+            raise WeightsError(f"rows of {in_features} numbers are not whole blocks of {block} ({source})")
         pointer = self.library.handle.hx_weight_new(SOURCES[source], out_features, in_features)
         if not pointer:
             raise MemoryError(f"no memory for a weight of {out_features} x {in_features} ({source})")
@@ -154,16 +168,40 @@ class PackedWeight:
             self.library.handle.hx_weight_delete(pointer)
 
     def fill(self, first: int, rows: torch.Tensor) -> None:
-        """Pack rows [first, first + n) from stored ones [n, bytes a row] (or [n, in_features] of plain numbers)."""
-        assert rows.is_contiguous() and first >= 0 and first + rows.shape[0] <= self.out_features
-        row_bytes = rows.stride(0) * rows.element_size()
-        assert row_bytes == stored_row_bytes(self.source, self.in_features), (self.source, rows.shape)
-        self.library.handle.hx_weight_fill(self.pointer, SOURCES[self.source], first, rows.shape[0], rows.data_ptr(), row_bytes)
+        """Pack rows [first, first + n) from stored ones [n, bytes a row] (or [n, in_features] of plain numbers).
+
+        Raises:
+            WeightsError: the rows do not fit this weight, or are cut short.
+        """
+        wanted = self.library.handle.hx_row_bytes(SOURCES[self.source], self.in_features)
+        found = rows.shape[1] * rows.element_size() if rows.dim() == 2 else 0
+        if found != wanted:
+            raise WeightsError(
+                f"a row of {self.in_features} numbers takes {wanted} bytes as {self.source}, not {found} ({tuple(rows.shape)})"
+            )
+        if first < 0 or first + rows.shape[0] > self.rows_here:
+            raise WeightsError(f"rows {first} to {first + rows.shape[0]} lie outside a weight of {self.rows_here} rows")
+        rows = rows.contiguous()
+        self.library.handle.hx_weight_fill(self.pointer, SOURCES[self.source], first, rows.shape[0], rows.data_ptr(), found)
+
+    def append(self, below: PackedWeight) -> None:
+        """Put the rows of `below` under these; it stays alive with this object."""
+        assert below.in_features == self.in_features and len(self.parts) + len(below.parts) <= MAX_PARTS
+        self.library.handle.hx_weight_append(self.pointer, below.pointer)
+        self._below += below.parts
+        self.out_features += below.out_features
+        self.nbytes += below.nbytes
+
+    @property
+    def parts(self) -> list[PackedWeight]:
+        """This one's rows and those below, a part for each format."""
+        return [self, *self._below]
 
     def set_bias(self, bias: torch.Tensor) -> None:
         values = bias.detach().to(torch.float32).contiguous()
         assert values.shape == (self.out_features,)
-        check(self.library.handle.hx_weight_bias(self.pointer, values.data_ptr()))
+        for part, own in zip(self.parts, torch.split(values, [part.rows_here for part in self.parts]), strict=True):
+            check(self.library.handle.hx_weight_bias(part.pointer, own.data_ptr()))
 
     def linear(self, x: torch.Tensor, out_dtype: torch.dtype, epilogue: int = STORE, activation: int = 0) -> torch.Tensor:
         """epilogue(x [T, in] W^T + b) -> [T, out] (gated: [T, out / 2])."""
@@ -178,16 +216,11 @@ class PackedWeight:
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows `ids` [T] of the matrix -> [T, in]."""
+        assert not self._below, "tables are in one format"
         ids = ids.to(torch.int64).contiguous()
         out = torch.empty(*ids.shape, self.in_features, dtype=dtype)
         check(self.library.handle.hx_rows(self.pointer, ids.data_ptr(), ids.numel(), out.data_ptr(), DTYPES[dtype]))
         return out
-
-
-def stored_row_bytes(source: str, in_features: int) -> int:
-    """Bytes of one row as stored."""
-    block = {"q4_0": 18, "q4_1": 20, "q8_0": 34}.get(source)
-    return in_features * (2 if source == "bfloat16" else 4) if block is None else in_features // 32 * block
 
 
 class LayerDesc(ctypes.Structure):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
 
-from hexad.operators.native.library import DTYPES, SOURCES, PackedWeight, probe, require
+from hexad.operators.native.library import DTYPES, MAX_PARTS, SOURCES, PackedWeight, probe, require
 from hexad.operators.native.stack import bind_stack, prepare_stack, supports_stack
-from hexad.operators.packed import PackedLinearArgs, PackedParams
+from hexad.operators.packed import PackedLinearArgs, PackedParams, StoredRows
 from hexad.operators.registry import Kernel, Provider, registry
 
 ROWS_AT_ONCE = 8_192  # stored rows that are gathered at a time: bounds what packing needs beside its result
@@ -17,12 +18,13 @@ MAX_PADDING = 1.125  # plain weights grow by at most this, else they stay plain
 
 
 def supports_linear(args: PackedLinearArgs) -> list[str]:
-    reasons = []
     if args.device_type != "cpu":
         return [f"needs a CPU, not {args.device_type}"]
-    if args.format not in SOURCES:
-        reasons.append(f"packs {', '.join(SOURCES)}, not {args.format}")
-    if args.format == "float32" or (args.format == "bfloat16" and args.dtype == torch.float32):
+    formats = args.format.split("+")
+    reasons = [f"packs {', '.join(SOURCES)}, not {name}" for name in formats if name not in SOURCES]
+    if len(formats) > MAX_PARTS:
+        reasons.append(f"joins at most {MAX_PARTS} formats, not {len(formats)}")
+    if "float32" in formats or ("bfloat16" in formats and args.dtype == torch.float32):
         reasons.append("plain weights are kept in bfloat16, which serves bfloat16 activations alone")
     padded = -(-args.in_features // 32) * -(-args.out_features // 16) * 512
     if args.format == "bfloat16" and padded > MAX_PADDING * args.in_features * args.out_features:
@@ -41,17 +43,28 @@ def _missing() -> list[str]:
 def prepare_linear(args: PackedLinearArgs, params: PackedParams) -> PackedWeight:
     rows, bias = params
     require().set_threads(torch.get_num_threads())
-    weight = PackedWeight(args.format, args.out_features, args.in_features)
-    first = 0
-    for part in rows:
-        stored, found = part.raw()
-        assert found == args.format, (found, args.format)
-        for low in range(0, part.shape[0], ROWS_AT_ONCE):
-            chunk = stored[low : low + ROWS_AT_ONCE]
-            weight.fill(first + low, chunk.contiguous())
-        first += part.shape[0]
+    weight: PackedWeight | None = None
+    for name, parts in itertools.groupby(rows, lambda part: part.format):
+        packed = _pack(name, list(parts), args.in_features)
+        if weight is None:
+            weight = packed
+        else:
+            weight.append(packed)
+    assert weight is not None and weight.out_features == args.out_features
     if bias is not None:
         weight.set_bias(bias)
+    return weight
+
+
+def _pack(source: str, parts: list[StoredRows], in_features: int) -> PackedWeight:
+    weight = PackedWeight(source, sum(part.shape[0] for part in parts), in_features)
+    first = 0
+    for part in parts:
+        stored, found = part.raw()
+        assert found == source, (found, source)
+        for low in range(0, part.shape[0], ROWS_AT_ONCE):
+            weight.fill(first + low, stored[low : low + ROWS_AT_ONCE])
+        first += part.shape[0]
     return weight
 
 

@@ -84,7 +84,7 @@ extern "C" {
 
 #pragma GCC visibility push(default)
 
-int32_t hx_version() { return 1; }
+int32_t hx_version() { return 2; }
 
 // Chooses the instruction set: `name`, or the best if it is empty. The name of the one taken; null: this machine has no such one.
 const char* hx_choose(const char* name) {
@@ -136,6 +136,18 @@ void hx_weight_fill(void* weight, int32_t source, int64_t first, int64_t count, 
   });
 }
 
+// Rows of `next` lie below those of `weight` from now on; neither is copied, and `next` must live as long. At most 8 in a chain.
+void hx_weight_append(void* weight, const void* next) {
+  Weight* last = static_cast<Weight*>(weight);
+  while (last->next != nullptr) last = const_cast<Weight*>(last->next);
+  last->next = static_cast<const Weight*>(next);
+}
+
+// Bytes of one stored row; 0: no such source.
+int64_t hx_row_bytes(int32_t source, int64_t in_features) {
+  return source < 0 || source >= kSources ? 0 : stored_row_bytes(source, in_features);
+}
+
 int32_t hx_weight_bias(void* weight, const float* bias) {
   Weight* w = static_cast<Weight*>(weight);
   void* memory = nullptr;
@@ -164,7 +176,7 @@ int32_t hx_linear(const void* weight, const void* x, int32_t dtype, int32_t rows
     r.kernels->widen(source, dtype, target, x_dtype, w->in_features);
     memset(target + w->in_features * item, 0, static_cast<size_t>((ldx - w->in_features) * item));
   }
-  const int64_t ldo = epilogue == kGated ? w->out_features / 2 : w->out_features;
+  const int64_t ldo = epilogue == kGated ? total_features(*w) / 2 : total_features(*w);
   LinearTask task{w, packed, ldx, nullptr, x_dtype, rows, epilogue, activation, out_dtype, 0, out, ldo};
   return run_linear(r, task) ? kDone : kNoMemory;
 }

@@ -24,6 +24,9 @@ namespace {
 #include "tiles.h"
 #endif
 #include "linear.h"
+#if HX_AMX
+#include "tiles_wide.h"
+#endif
 #include "rows.h"
 #if HX_AMX
 struct Keys;
@@ -39,7 +42,7 @@ static void attend_tiles(const Keys& keys, int row, int low, int high, uint8_t* 
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    HX_STRING(HX_ISA), HX_BF16, HX_TILE_ROWS, linear, sums, norm, rope, attention, dequantize_row, widen,
+    HX_STRING(HX_ISA), HX_BF16, HX_TILE_ROWS, linear, sums, norm, rope, attention, gate, dequantize_row, widen,
 };
 
 }  // namespace HX_ISA

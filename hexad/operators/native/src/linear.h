@@ -3,8 +3,38 @@
 // ---- what is shared: scales, one row, the end of a product ----
 
 static inline const uint8_t* panel_of(const Weight& w, int64_t panel) { return w.data + panel * w.panel_bytes; }
-static inline const uint8_t* scales_of(const Weight& w, const uint8_t* panel, int group) { return panel + w.scale_offset + group * 32; }
+static inline const uint8_t* scales_of(const Weight& w, const uint8_t* panel, int group) {
+  return panel + w.scale_offset + group * w.scale_stride;
+}
 static inline const uint8_t* minima_of(const Weight& w, const uint8_t* panel, int group) { return panel + w.min_offset + group * 32; }
+
+constexpr bool has_k_scales(int format) { return format == kInt4K || format == kInt6K; }
+constexpr bool has_6_bits(int format) { return format == kInt6 || format == kInt6K; }
+constexpr bool has_minima(int format) { return format != kInt8 && format != kBFloat16; }  // it may
+constexpr int code_bytes(int format) {
+  return has_6_bits(format) ? 384 : format == kInt8 ? 512 : format == kBFloat16 ? 1024 : 256;
+}
+
+// What scales one group: its first 16 columns, the other 16, all.
+struct GroupScales {
+  f16v first, second, minimum;
+};
+
+// Products of a float16 and 6 or 8 bits are exact in float32.
+static inline GroupScales k_scales(const Weight& w, const uint8_t* panel, int group) {
+  const uint8_t* bytes = panel + w.scale_offset + group * 32;
+  const uint8_t* multipliers = panel + w.min_offset + group / kSuper * (w.halves ? 32 : 64);
+  const f16v step = from_f16(multipliers);
+  if (w.halves) return {step * from_int8(bytes), step * from_int8(bytes + 16), f16v{}};
+  const f16v scale = step * from_uint8(bytes);
+  return {scale, scale, -(from_f16(multipliers + 32) * from_uint8(bytes + 16))};
+}
+
+static inline GroupScales group_scales(const Weight& w, const uint8_t* panel, int group) {
+  if (has_k_scales(w.format)) return k_scales(w, panel, group);
+  const f16v scale = w.format == kBFloat16 ? splat(1.0f) : from_f16(scales_of(w, panel, group));
+  return {scale, scale, w.has_min ? from_f16(minima_of(w, panel, group)) : f16v{}};
+}
 
 // Lanes [n0, n0 + 16) of one row of a product -> where the task wants them.
 static inline void finish(const LinearTask& t, int64_t row, int64_t n0, f16v y) {
@@ -39,10 +69,11 @@ static inline void finish_gated(const LinearTask& t, int64_t row, int64_t n0, f1
 
 // Column 2 * pair + parity of one group, for the 16 rows of a panel, without scale.
 static inline f16v codes_of(const Weight& w, const uint8_t* group, int pair, int parity) {
-  if (w.format == kInt4) {
+  if (w.format != kInt8 && w.format != kBFloat16) {
     const u16v words = load_words(group + pair / 4 * 64);
-    const i16v codes = (i16v)((words >> (4 * (pair % 4) + 16 * parity)) & 15);
-    return __builtin_convertvector(codes, f16v) - w.zero;
+    u16v codes = (words >> (4 * (pair % 4) + 16 * parity)) & 15;
+    if (has_6_bits(w.format)) codes |= ((load_words(group + 256 + pair / 8 * 64) >> (2 * (pair % 8) + 16 * parity)) & 3) << 4;
+    return __builtin_convertvector((i16v)codes, f16v) - w.zero;
   }
   if (w.format == kInt8) {
     s16v both;
@@ -54,21 +85,21 @@ static inline f16v codes_of(const Weight& w, const uint8_t* group, int pair, int
   return (f16v)(parity ? both & 0xffff0000u : both << 16);
 }
 
-static inline int64_t group_bytes(const Weight& w) { return w.format == kInt4 ? 256 : w.format == kInt8 ? 512 : 1024; }
-
 static void dequantize_row(const Weight* weight, int64_t row, float* out) {
   const Weight& w = *weight;
   const uint8_t* panel = panel_of(w, row / kLanes);
   const int lane = static_cast<int>(row % kLanes);
   for (int group = 0; group < w.groups; ++group) {
-    const f16v scale = w.format == kBFloat16 ? splat(1.0f) : from_f16(scales_of(w, panel, group));
-    const f16v minimum = w.has_min ? from_f16(minima_of(w, panel, group)) : f16v{};
+    const GroupScales scales = group_scales(w, panel, group);
     for (int k = 0; k < kGroup && group * kGroup + k < w.in_features; ++k) {
-      const f16v codes = codes_of(w, panel + group * group_bytes(w), k / 2, k % 2);
-      out[group * kGroup + k] = codes[lane] * scale[lane] + minimum[lane];
+      const f16v codes = codes_of(w, panel + static_cast<int64_t>(group) * code_bytes(w.format), k / 2, k % 2);
+      out[group * kGroup + k] = codes[lane] * (k < kGroup / 2 ? scales.first : scales.second)[lane] + scales.minimum[lane];
     }
   }
 }
+
+// Whether GCC inlines a panel by itself depends on how many formats there are: a call would cost a small product 4 %.
+#define HX_INLINE __attribute__((always_inline)) static inline
 
 // ---- float32 activations: any instruction set ----
 
@@ -76,11 +107,16 @@ template <int kRows, int kFormat>
 static inline void panel_f32(const Weight& w, const uint8_t* panel, const float* x, int64_t ldx, const float* sums, f16v* y) {
   for (int m = 0; m < kRows; ++m) y[m] = f16v{};
   for (int group = 0; group < w.groups; ++group) {
-    const uint8_t* codes = panel + group * (kFormat == kInt4 ? 256 : kFormat == kInt8 ? 512 : 1024);
+    const uint8_t* codes = panel + group * code_bytes(kFormat);
     const float* xg = x + group * kGroup;
+    GroupScales scales{};
+    if (has_k_scales(kFormat)) scales = k_scales(w, panel, group);
     f16v acc[kRows];
     for (int m = 0; m < kRows; ++m) acc[m] = f16v{};
     for (int z = 0; z < 4; ++z) {
+      if (has_k_scales(kFormat) && z == 2 && w.halves) {
+        for (int m = 0; m < kRows; ++m) y[m] += acc[m] * scales.first, acc[m] = f16v{};
+      }
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {  // unrolled, so that shifts are by constants
 #pragma GCC unroll 2
@@ -97,10 +133,10 @@ static inline void panel_f32(const Weight& w, const uint8_t* panel, const float*
       for (int m = 0; m < kRows; ++m) y[m] += acc[m];
       continue;
     }
-    const f16v scale = from_f16(scales_of(w, panel, group));
+    const f16v scale = has_k_scales(kFormat) ? scales.second : from_f16(scales_of(w, panel, group));
     for (int m = 0; m < kRows; ++m) y[m] += acc[m] * scale;
-    if (kFormat == kInt4 && w.has_min) {
-      const f16v minimum = from_f16(minima_of(w, panel, group));
+    if (has_minima(kFormat) && w.has_min) {
+      const f16v minimum = has_k_scales(kFormat) ? scales.minimum : from_f16(minima_of(w, panel, group));
       for (int m = 0; m < kRows; ++m) y[m] += minimum * sums[m * w.groups + group];
     }
   }
@@ -121,9 +157,26 @@ static inline __m512i code_table(float zero) {
   return _mm512_load_si512(table);
 }
 
+// Of 6-bit codes: `first` .. `first` + 31.
+static inline __m512i wide_code_table(float zero, int first) {
+  alignas(64) uint16_t table[32];
+  for (int i = 0; i < 32; ++i) table[i] = round_bf16(static_cast<float>(first + i) - zero);
+  return _mm512_load_si512(table);
+}
+
+// 6-bit codes of pairs 4 z + i as indices; what lies above their six bits is a neighbour's.
+static inline __m512i wide_codes(const uint8_t* group, int z, int i) {
+  const __m512i low = _mm512_srli_epi16(_mm512_loadu_si512(group + 64 * z), 4 * i);
+  const __m512i upper = _mm512_loadu_si512(group + 256 + z / 2 * 64);
+  const int at = 2 * (4 * (z % 2) + i);
+  const __m512i high = at < 4 ? _mm512_slli_epi16(upper, 4 - at) : _mm512_srli_epi16(upper, at - 4);
+  return _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), low, high, 0xca);  // the mask's bits of `low`, the others of `high`
+}
+
 template <int kFormat>
-static inline __m512bh code_pairs(const uint8_t* group, int z, int i, __m512i table) {
-  if (kFormat == kInt4) {
+static inline __m512bh code_pairs(const uint8_t* group, int z, int i, __m512i table, __m512i upper_table) {
+  if (has_6_bits(kFormat)) return (__m512bh)_mm512_permutex2var_epi16(table, wide_codes(group, z, i), upper_table);
+  if (kFormat == kInt4 || kFormat == kInt4K) {
     const __m512i words = _mm512_loadu_si512(group + 64 * z);
     return (__m512bh)_mm512_permutexvar_epi16(i == 0 ? words : _mm512_srli_epi16(words, 4 * i), table);
   }
@@ -137,12 +190,13 @@ static inline __m512bh code_pairs(const uint8_t* group, int z, int i, __m512i ta
 }
 
 template <int kRows, int kFormat>
-static inline void panel_bf16(const Weight& w, const uint8_t* panel, const uint16_t* x, int64_t ldx, const float* sums, f16v* y) {
+HX_INLINE void panel_bf16(const Weight& w, const uint8_t* panel, const uint16_t* x, int64_t ldx, const float* sums, f16v* y) {
   constexpr int kChains = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;  // independent sums hide the latency of the dot product
-  const __m512i table = code_table(w.zero);
+  const __m512i table = has_6_bits(kFormat) ? wide_code_table(w.zero, 0) : code_table(w.zero);
+  const __m512i upper_table = has_6_bits(kFormat) ? wide_code_table(w.zero, 32) : table;
   for (int m = 0; m < kRows; ++m) y[m] = f16v{};
   for (int group = 0; group < w.groups; ++group) {
-    constexpr int kBytes = kFormat == kInt4 ? 256 : kFormat == kInt8 ? 512 : 1024;
+    constexpr int kBytes = code_bytes(kFormat);
     const uint8_t* codes = panel + group * kBytes;
     for (int line = 0; line < kBytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(codes + 4096 + line), _MM_HINT_T0);
     const uint16_t* xg = x + group * kGroup;
@@ -150,11 +204,19 @@ static inline void panel_bf16(const Weight& w, const uint8_t* panel, const uint1
     for (int m = 0; m < kRows; ++m) {
       for (int c = 0; c < kChains; ++c) acc[m][c] = _mm512_setzero_ps();
     }
+    GroupScales scales{};
+    if (has_k_scales(kFormat)) scales = k_scales(w, panel, group);
 #pragma GCC unroll 4
     for (int z = 0; z < 4; ++z) {
+      if (has_k_scales(kFormat) && z == 2 && w.halves) {
+#pragma GCC unroll 8
+        for (int m = 0; m < kRows; ++m) {
+          for (int c = 0; c < kChains; ++c) y[m] += (f16v)acc[m][c] * scales.first, acc[m][c] = _mm512_setzero_ps();
+        }
+      }
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
-        const __m512bh pairs = code_pairs<kFormat>(codes, z, i, table);
+        const __m512bh pairs = code_pairs<kFormat>(codes, z, i, table, upper_table);
 #pragma GCC unroll 8
         for (int m = 0; m < kRows; ++m) {
           const int c = i % kChains;
@@ -166,10 +228,15 @@ static inline void panel_bf16(const Weight& w, const uint8_t* panel, const uint1
     for (int m = 0; m < kRows; ++m) {
       f16v total = (f16v)acc[m][0];
       for (int c = 1; c < kChains; ++c) total += (f16v)acc[m][c];
-      y[m] += kFormat == kBFloat16 ? total : total * (f16v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)scales_of(w, panel, group)));
+      if (has_k_scales(kFormat)) {
+        y[m] += total * scales.second;
+      } else {
+        y[m] += kFormat == kBFloat16 ? total : total * (f16v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)scales_of(w, panel, group)));
+      }
     }
-    if (kFormat == kInt4 && w.has_min) {
-      const f16v minimum = (f16v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)minima_of(w, panel, group)));
+    if (has_minima(kFormat) && w.has_min) {
+      const f16v minimum =
+          has_k_scales(kFormat) ? scales.minimum : (f16v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)minima_of(w, panel, group)));
       for (int m = 0; m < kRows; ++m) y[m] += minimum * sums[m * w.groups + group];
     }
   }
@@ -179,7 +246,7 @@ static inline void panel_bf16(const Weight& w, const uint8_t* panel, const uint1
 // ---- the two, over any number of rows ----
 
 template <int kRows, int kFormat>
-static inline void panel_rows(const LinearTask& t, const uint8_t* panel, int row, f16v* y) {
+HX_INLINE void panel_rows(const LinearTask& t, const uint8_t* panel, int row, f16v* y) {
   const Weight& w = *t.weight;
   const float* sums = t.sums == nullptr ? nullptr : t.sums + static_cast<int64_t>(row) * w.groups;
 #if HX_BF16
@@ -222,9 +289,26 @@ static void linear(const LinearTask* task, int chunk, uint8_t* scratch) {
   if (t.x_dtype == kBF16 && t.rows >= HX_TILE_ROWS) return linear_tiles(t, first, last, scratch);
 #endif
   (void)scratch;
-  if (t.weight->format == kInt4) return linear_rows<kInt4>(t, first, last);
-  if (t.weight->format == kInt8) return linear_rows<kInt8>(t, first, last);
-  linear_rows<kBFloat16>(t, first, last);
+  switch (t.weight->format) {
+    case kInt4: return linear_rows<kInt4>(t, first, last);
+    case kInt8: return linear_rows<kInt8>(t, first, last);
+    case kInt6: return linear_rows<kInt6>(t, first, last);
+    case kInt4K: return linear_rows<kInt4K>(t, first, last);
+    case kInt6K: return linear_rows<kInt6K>(t, first, last);
+    default: return linear_rows<kBFloat16>(t, first, last);
+  }
+}
+
+// What kGated does, for a gate and an up whose products are there already.
+static void gate(const float* both, int32_t activation, int64_t half, void* out, int32_t out_dtype) {
+  for (int64_t i = 0; i < half; i += kLanes) {  // halves are whole panels
+    const f16v y = activate(load(both + i), activation) * load(both + half + i);
+    if (out_dtype == kBF16) {
+      store_bf16(static_cast<uint16_t*>(out) + i, y);
+    } else {
+      store(static_cast<float*>(out) + i, y);
+    }
+  }
 }
 
 static void sums(const void* x, int64_t ldx, int32_t dtype, int rows, int groups, float* out) {

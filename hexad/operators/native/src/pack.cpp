@@ -67,21 +67,72 @@ uint16_t bf16_of(float x) {
   return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// 32 codes of 4 bits of one row: low nibbles of the 16 bytes are columns 0 .. 15, high ones 16 .. 31.
-void pack_int4(uint8_t* group, int lane, const uint8_t* nibbles) {
+// How a source's rows are stored and what they become.
+struct Layout {
+  int32_t format;
+  int32_t block, block_bytes;  // columns and bytes of a block; plain numbers: 1 and their size
+  float zero;
+  bool has_min, halves;
+};
+
+constexpr Layout kLayouts[kSources] = {
+    {kInt4, 32, 18, 8, false, false},    // kQ40
+    {kInt4, 32, 20, 0, true, false},     // kQ41
+    {kInt8, 32, 34, 0, false, false},    // kQ80
+    {kBFloat16, 1, 2, 0, false, false},  // kRowsBF16
+    {kBFloat16, 1, 4, 0, false, false},  // kRowsF32
+    {kInt6, 32, 22, 16, false, false},   // kQ50
+    {kInt6, 32, 24, 0, true, false},     // kQ51
+    {kInt4K, 256, 144, 0, true, false},  // kQ4K
+    {kInt6K, 256, 176, 0, true, false},  // kQ5K
+    {kInt6K, 256, 210, 32, false, true},  // kQ6K
+    {kInt4K, 256, 110, 4, false, true},  // kQ3K
+    {kInt8, 1, 1, 0, false, false},      // kRowsInt8
+};
+
+int64_t code_bytes(int32_t format) {
+  switch (format) {
+    case kInt8: return 512;
+    case kBFloat16: return 1024;
+    case kInt6: case kInt6K: return 384;
+    default: return 256;
+  }
+}
+
+bool has_k_scales(int32_t format) { return format == kInt4K || format == kInt6K; }
+
+// The lower 4 bits of a row's 32 codes; of 6-bit ones the upper bits follow.
+void pack_codes(uint8_t* group, int lane, const uint8_t* codes, bool six) {
   for (int z = 0; z < 4; ++z) {
     uint32_t word = 0;
     for (int t = 0; t < 8; ++t) {
       const int k = 8 * z + (t < 4 ? 2 * t : 2 * (t - 4) + 1);
-      const uint32_t code = k < 16 ? nibbles[k] & 15 : nibbles[k - 16] >> 4;
-      word |= code << (4 * t);
+      word |= static_cast<uint32_t>(codes[k] & 15) << (4 * t);
     }
     memcpy(group + 64 * z + 4 * lane, &word, 4);
   }
+  if (!six) return;
+  for (int v = 0; v < 2; ++v) {
+    uint32_t word = 0;
+    for (int k = 0; k < 16; ++k) word |= static_cast<uint32_t>(codes[16 * v + k] >> 4 & 3) << (k / 2 * 2 + k % 2 * 16);
+    memcpy(group + 256 + 64 * v + 4 * lane, &word, 4);
+  }
 }
 
-void pack_int8(uint8_t* group, int lane, const uint8_t* codes) {
-  for (int k = 0; k < kGroup; ++k) group[k / 2 * 32 + 2 * lane + k % 2] = codes[k];
+// 16 bytes: the low nibbles are columns 0 .. 15, the high ones 16 .. 31.
+void split_nibbles(uint8_t* codes, const uint8_t* nibbles) {
+  for (int k = 0; k < 16; ++k) {
+    codes[k] = nibbles[k] & 15;
+    codes[k + 16] = nibbles[k] >> 4;
+  }
+}
+
+void add_fifth_bits(uint8_t* codes, const uint8_t* bits) {
+  for (int k = 0; k < kGroup; ++k) codes[k] = static_cast<uint8_t>(codes[k] | (bits[k / 8] >> (k % 8) & 1) << 4);
+}
+
+void pack_int8(uint8_t* group, int lane, const uint8_t* codes, int count) {
+  for (int k = 0; k < count; ++k) group[k / 2 * 32 + 2 * lane + k % 2] = codes[k];
 }
 
 void pack_bf16(uint8_t* group, int lane, const uint8_t* row, int32_t source, int count) {
@@ -98,59 +149,135 @@ void pack_bf16(uint8_t* group, int lane, const uint8_t* row, int32_t source, int
   }
 }
 
-void pack_row(Weight* w, int32_t source, int64_t row, const uint8_t* blocks) {
-  uint8_t* panel = w->data + row / kLanes * w->panel_bytes;
-  const int lane = static_cast<int>(row % kLanes);
-  for (int group = 0; group < w->groups; ++group) {
-    uint8_t* scale = panel + w->scale_offset + group * 32 + lane * 2;
-    if (source == kQ40) {
-      const uint8_t* block = blocks + group * 18;
-      memcpy(scale, block, 2);
-      pack_int4(panel + group * 256, lane, block + 2);
-    } else if (source == kQ41) {
-      const uint8_t* block = blocks + group * 20;
-      memcpy(scale, block, 2);
-      memcpy(panel + w->min_offset + group * 32 + lane * 2, block + 2, 2);
-      pack_int4(panel + group * 256, lane, block + 4);
-    } else if (source == kQ80) {
-      const uint8_t* block = blocks + group * 34;
-      memcpy(scale, block, 2);
-      pack_int8(panel + group * 512, lane, block + 2);
-    } else {
-      const int64_t left = w->in_features - static_cast<int64_t>(group) * kGroup;
-      const int64_t item = source == kRowsBF16 ? 2 : 4;
-      pack_bf16(panel + group * 1024, lane, blocks + group * kGroup * item, source, static_cast<int>(left < kGroup ? left : kGroup));
-    }
+// One block of 32 columns.
+void pack_block(Weight* w, int32_t source, uint8_t* panel, int lane, int group, const uint8_t* block) {
+  uint8_t codes[kGroup];
+  uint8_t* target = panel + group * code_bytes(w->format);
+  memcpy(panel + w->scale_offset + group * 32 + lane * 2, block, 2);
+  if (w->has_min) memcpy(panel + w->min_offset + group * 32 + lane * 2, block + 2, 2);
+  if (source == kQ80) return pack_int8(target, lane, block + 2, kGroup);
+  const uint8_t* rest = block + (w->has_min ? 4 : 2);
+  const bool six = w->format == kInt6;
+  split_nibbles(codes, rest + (six ? 4 : 0));
+  if (six) add_fifth_bits(codes, rest);
+  pack_codes(target, lane, codes, six);
+}
+
+// Scale and minimum `j` of the 8 that k-quants keep in 12 bytes, 6 bits each.
+void k_scale(const uint8_t* packed, int j, uint8_t* scale, uint8_t* minimum) {
+  if (j < 4) {
+    *scale = packed[j] & 63;
+    *minimum = packed[j + 4] & 63;
+  } else {
+    *scale = static_cast<uint8_t>((packed[j + 4] & 15) | packed[j - 4] >> 6 << 4);
+    *minimum = static_cast<uint8_t>(packed[j + 4] >> 4 | packed[j] >> 6 << 4);
   }
 }
 
-int64_t row_bytes(const Weight* w, int32_t source) {
+// Signed scale `j` of the 16 that Q3_K keeps in 12 bytes, 6 bits each.
+uint8_t q3_scale(const uint8_t* packed, int j) {
+  const int low = j < 8 ? packed[j] & 15 : packed[j - 8] >> 4, high = packed[8 + j % 4] >> (j / 4 * 2) & 3;
+  return static_cast<uint8_t>((low | high << 4) - 32);
+}
+
+// Codes and the two bytes of scales of columns 32 j .. 32 j + 31 of one block of 256.
+void unpack_super(int32_t source, const uint8_t* block, int j, uint8_t* codes, uint8_t* scales) {
+  const int shift = 4 * (j % 2), pair = 2 * (j % 4);
   switch (source) {
-    case kQ40: return w->groups * int64_t{18};
-    case kQ41: return w->groups * int64_t{20};
-    case kQ80: return w->groups * int64_t{34};
-    case kRowsBF16: return w->in_features * int64_t{2};
-    default: return w->in_features * int64_t{4};
+    case kQ4K:
+      k_scale(block + 4, j, scales, scales + 1);
+      for (int k = 0; k < kGroup; ++k) codes[k] = block[16 + j / 2 * 32 + k] >> shift & 15;
+      break;
+    case kQ5K:
+      k_scale(block + 4, j, scales, scales + 1);
+      for (int k = 0; k < kGroup; ++k) {
+        codes[k] = static_cast<uint8_t>((block[48 + j / 2 * 32 + k] >> shift & 15) | (block[16 + k] >> j & 1) << 4);
+      }
+      break;
+    case kQ6K:
+      memcpy(scales, block + 192 + 2 * j, 2);
+      for (int k = 0; k < kGroup; ++k) {
+        const int low = block[j / 4 * 64 + j % 2 * 32 + k] >> (j % 4 / 2 * 4) & 15, high = block[128 + j / 4 * 32 + k] >> pair & 3;
+        codes[k] = static_cast<uint8_t>(low | high << 4);
+      }
+      break;
+    default:
+      scales[0] = q3_scale(block + 96, 2 * j);
+      scales[1] = q3_scale(block + 96, 2 * j + 1);
+      for (int k = 0; k < kGroup; ++k) {
+        codes[k] = static_cast<uint8_t>((block[32 + j / 4 * 32 + k] >> pair & 3) | (block[k] >> j & 1) << 2);
+      }
+  }
+}
+
+// One block of 256 columns, groups `group` .. `group` + 7.
+void pack_super(Weight* w, int32_t source, uint8_t* panel, int lane, int group, const uint8_t* block) {
+  uint8_t codes[kGroup], scales[2];
+  for (int j = 0; j < kSuper; ++j) {
+    unpack_super(source, block, j, codes, scales);
+    pack_codes(panel + (group + j) * code_bytes(w->format), lane, codes, w->format == kInt6K);
+    uint8_t* target = panel + w->scale_offset + (group + j) * 32 + lane;
+    target[0] = scales[0];
+    target[16] = scales[1];
+  }
+  uint8_t* multipliers = panel + w->min_offset + group / kSuper * (w->halves ? 32 : 64) + 2 * lane;
+  memcpy(multipliers, block + (source == kQ6K ? 208 : source == kQ3K ? 108 : 0), 2);
+  if (!w->halves) memcpy(multipliers + 32, block + 2, 2);
+}
+
+// One group of plain numbers.
+void pack_plain(Weight* w, int32_t source, uint8_t* panel, int lane, int group, const uint8_t* row) {
+  const int64_t first = static_cast<int64_t>(group) * kGroup, left = w->in_features - first;
+  const int count = static_cast<int>(left < kGroup ? left : kGroup);
+  if (source == kRowsInt8) return pack_int8(panel + group * int64_t{512}, lane, row + 2 + first, count);
+  pack_bf16(panel + group * int64_t{1024}, lane, row + first * kLayouts[source].block_bytes, source, count);
+}
+
+void pack_row(Weight* w, int32_t source, int64_t row, const uint8_t* stored) {
+  uint8_t* panel = w->data + row / kLanes * w->panel_bytes;
+  const int lane = static_cast<int>(row % kLanes);
+  const Layout& layout = kLayouts[source];
+  if (source == kRowsInt8) memcpy(panel + w->scale_offset + lane * 2, stored, 2);
+  const int step = layout.block == 256 ? kSuper : 1;
+  for (int group = 0; group < w->groups; group += step) {
+    const uint8_t* block = stored + static_cast<int64_t>(group / step) * layout.block_bytes;
+    if (layout.block == 256) {
+      pack_super(w, source, panel, lane, group, block);
+    } else if (layout.block == 32) {
+      pack_block(w, source, panel, lane, group, block);
+    } else {
+      pack_plain(w, source, panel, lane, group, stored);
+    }
   }
 }
 
 }  // namespace
 
+int64_t stored_row_bytes(int32_t source, int64_t in_features) {
+  const Layout& layout = kLayouts[source];
+  return in_features / layout.block * layout.block_bytes + (source == kRowsInt8 ? 2 : 0);
+}
+
 Weight* new_weight(int32_t source, int64_t out_features, int64_t in_features) {
+  if (source < 0 || source >= kSources || out_features < 1 || in_features < 1 || in_features % kLayouts[source].block) return nullptr;
+  const Layout& layout = kLayouts[source];
   Owned* w = new (std::nothrow) Owned{};
   if (w == nullptr) return nullptr;
-  w->format = source == kQ80 ? kInt8 : source >= kRowsBF16 ? kBFloat16 : kInt4;
+  w->format = layout.format;
   w->out_features = static_cast<int32_t>(out_features);
   w->in_features = static_cast<int32_t>(in_features);
   w->groups = static_cast<int32_t>((in_features + kGroup - 1) / kGroup);
   w->panels = static_cast<int32_t>((out_features + kLanes - 1) / kLanes);
-  w->has_min = source == kQ41;
-  w->zero = source == kQ40 ? 8.0f : 0.0f;
-  const int64_t codes = static_cast<int64_t>(w->groups) * (w->format == kInt4 ? 256 : w->format == kInt8 ? 512 : 1024);
-  const int64_t scales = w->format == kBFloat16 ? 0 : static_cast<int64_t>(w->groups) * 32;
+  w->has_min = layout.has_min;
+  w->halves = layout.halves;
+  w->zero = layout.zero;
+  w->scale_stride = source == kRowsInt8 ? 0 : 32;
+  const int64_t groups = w->groups, codes = groups * code_bytes(w->format);
+  const int64_t scales = w->format == kBFloat16 ? 0 : w->scale_stride ? groups * 32 : 32;
+  const int64_t minima = has_k_scales(w->format) ? groups / kSuper * (w->halves ? 32 : 64) : w->has_min ? scales : 0;
   w->scale_offset = codes;
   w->min_offset = codes + scales;
-  w->panel_bytes = (codes + scales * (w->has_min ? 2 : 1) + kLine - 1) / kLine * kLine;
+  w->panel_bytes = (codes + scales + minima + kLine - 1) / kLine * kLine;
   const size_t bytes = static_cast<size_t>(w->panel_bytes) * w->panels;
   w->data = allocate(bytes, &w->arena);
   if (w->data == nullptr) {
@@ -169,7 +296,7 @@ void delete_weight(Weight* weight) {
 }
 
 void pack_rows(Weight* weight, int32_t source, int64_t first, int64_t count, const uint8_t* rows) {
-  const int64_t bytes = row_bytes(weight, source);
+  const int64_t bytes = stored_row_bytes(source, weight->in_features);
   for (int64_t row = 0; row < count; ++row) pack_row(weight, source, first + row, rows + row * bytes);
 }
 

@@ -43,26 +43,87 @@ Runtime& runtime() {
   return *instance;
 }
 
-bool run_linear(Runtime& r, LinearTask& task) {
-  const Weight& w = *task.weight;
+namespace {
+
+// A product's parts: a weight's rows may be in several formats, one below the other.
+constexpr int kMaxParts = 8;
+
+struct Parts {
+  LinearTask tasks[kMaxParts];
+  int ends[kMaxParts];  // chunks up to and with this part's
+  int count = 0;
+
+  int chunks() const { return ends[count - 1]; }
+};
+
+int output_bytes(const LinearTask& task) { return task.epilogue != kAdd && task.out_dtype == kBF16 ? 2 : 4; }
+
+Parts split(const LinearTask& task, int threads, bool tiles) {
+  Parts parts;
+  int64_t row = 0;
+  for (const Weight* w = task.weight; w != nullptr && parts.count < kMaxParts; w = w->next) {
+    LinearTask& part = parts.tasks[parts.count];
+    part = task;
+    part.weight = w;
+    part.out = static_cast<uint8_t*>(task.out) + row * output_bytes(task);
+    const int units = task.epilogue == kGated ? w->panels / 2 : w->panels;
+    const int wanted = threads == 1 ? 1 : std::min(threads * 8, std::max(1, units));
+    int size = (units + wanted - 1) / wanted;
+    if (tiles && task.epilogue != kGated && size % 2) ++size;
+    part.units_per_chunk = size;
+    parts.ends[parts.count] = (parts.count ? parts.ends[parts.count - 1] : 0) + (units + size - 1) / size;
+    ++parts.count;
+    row += w->out_features;
+  }
+  return parts;
+}
+
+bool run_parts(Runtime& r, LinearTask& task) {
   const Kernels& kernels = *r.kernels;
   const bool tiles = kernels.tile_rows && task.x_dtype == kBF16 && task.rows >= kernels.tile_rows;
+  const int groups = task.weight->groups;
+  bool has_min = false;
+  for (const Weight* w = task.weight; w != nullptr; w = w->next) has_min = has_min || w->has_min;
   task.sums = nullptr;
   if (tiles) {
-    if (!r.reserve_scratch(static_cast<size_t>(w.groups) * 2048)) return false;
-  } else if (w.has_min) {
-    float* sums = reinterpret_cast<float*>(r.sums.ensure(static_cast<size_t>(task.rows) * w.groups * sizeof(float)));
+    if (!r.reserve_scratch(static_cast<size_t>(groups) * 2048)) return false;
+  } else if (has_min) {
+    float* sums = reinterpret_cast<float*>(r.sums.ensure(static_cast<size_t>(task.rows) * groups * sizeof(float)));
     if (sums == nullptr) return false;
-    kernels.sums(task.x, task.ldx, task.x_dtype, task.rows, w.groups, sums);
+    kernels.sums(task.x, task.ldx, task.x_dtype, task.rows, groups, sums);
     task.sums = sums;
   }
-  const int units = task.epilogue == kGated ? w.panels / 2 : w.panels;
-  const int wanted = r.threads == 1 ? 1 : std::min(r.threads * 8, std::max(1, units));
-  int size = (units + wanted - 1) / wanted;
-  if (tiles && task.epilogue != kGated && size % 2) ++size;
-  task.units_per_chunk = size;
-  r.workers().run((units + size - 1) / size, [&](int chunk, int thread) { kernels.linear(&task, chunk, r.scratch_of(thread)); });
+  const Parts parts = split(task, r.threads, tiles);
+  r.workers().run(parts.chunks(), [&](int chunk, int thread) {
+    int part = 0;
+    while (chunk >= parts.ends[part]) ++part;
+    kernels.linear(&parts.tasks[part], chunk - (part ? parts.ends[part - 1] : 0), r.scratch_of(thread));
+  });
   return true;
+}
+
+// A gate and an up in formats of their own: their products first, then what becomes of them.
+bool run_gated_parts(Runtime& r, const LinearTask& task) {
+  const int64_t both = total_features(*task.weight);
+  float* products = reinterpret_cast<float*>(r.products.ensure(static_cast<size_t>(task.rows * both) * sizeof(float)));
+  if (products == nullptr) return false;
+  LinearTask plain = task;
+  plain.epilogue = kStore;
+  plain.out_dtype = kF32;
+  plain.out = products;
+  plain.ldo = both;
+  if (!run_parts(r, plain)) return false;
+  for (int row = 0; row < task.rows; ++row) {
+    uint8_t* out = static_cast<uint8_t*>(task.out) + row * task.ldo * item_bytes(task.out_dtype);
+    r.kernels->gate(products + row * both, task.activation, both / 2, out, task.out_dtype);
+  }
+  return true;
+}
+
+}  // namespace
+
+bool run_linear(Runtime& r, LinearTask& task) {
+  return task.epilogue == kGated && task.weight->next != nullptr ? run_gated_parts(r, task) : run_parts(r, task);
 }
 
 }  // namespace hx

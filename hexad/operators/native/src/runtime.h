@@ -26,7 +26,7 @@ struct Runtime {
   int threads = 1;
   std::mutex mutex;  // one step at a time: the pool and the buffers are shared
   Buffer scratch;    // one part a thread
-  Buffer input, sums;
+  Buffer input, sums, products;
   size_t scratch_bytes = 0;  // of one thread
 
   // The pool, made in the process that computes (a forked child has none of its parent's threads).
@@ -45,6 +45,13 @@ bool run_linear(Runtime& r, LinearTask& task);
 
 // The dtype that products take for a caller's dtype.
 inline int32_t product_dtype(const Runtime& r, int32_t dtype) { return dtype == kBF16 && r.kernels->bf16 ? kBF16 : kF32; }
+
+// Rows of a weight and of those that follow it.
+inline int64_t total_features(const Weight& weight) {
+  int64_t total = 0;
+  for (const Weight* w = &weight; w != nullptr; w = w->next) total += w->out_features;
+  return total;
+}
 
 inline int64_t padded_columns(int64_t columns) { return (columns + kGroup - 1) / kGroup * kGroup; }
 inline int64_t padded_rows(int64_t rows) { return (rows + kRowBlock - 1) / kRowBlock * kRowBlock; }

@@ -6,6 +6,9 @@ static inline void finish_gated(const LinearTask& t, int64_t row, int64_t n0, f1
 static inline const uint8_t* panel_of(const Weight& w, int64_t panel);
 static inline const uint8_t* scales_of(const Weight& w, const uint8_t* panel, int group);
 static inline const uint8_t* minima_of(const Weight& w, const uint8_t* panel, int group);
+struct GroupScales;
+static inline GroupScales group_scales(const Weight& w, const uint8_t* panel, int group);
+static inline void group_tile_wide(const Weight& w, const uint8_t* panel, int group, uint8_t* tile);
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
@@ -32,6 +35,7 @@ static inline __m512 half_floats(const uint8_t* p) {
 
 // One group of a panel -> a tile [16 pairs][16 rows][2] bfloat16, 1024 bytes.
 static inline void group_tile(const Weight& w, const uint8_t* panel, int group, uint8_t* tile) {
+  if (w.format >= kInt6) return group_tile_wide(w, panel, group, tile);
   const __m512 scale = half_floats(scales_of(w, panel, group));
   const __m512 minimum = w.has_min ? half_floats(minima_of(w, panel, group)) : _mm512_setzero_ps();
   const __m512 scale_a = spread(scale, false), scale_b = spread(scale, true);

@@ -6,6 +6,8 @@ typedef int32_t i16v __attribute__((vector_size(64)));
 typedef uint32_t u16v __attribute__((vector_size(64)));
 typedef uint16_t h16v __attribute__((vector_size(32)));
 typedef int16_t s16v __attribute__((vector_size(32)));
+typedef uint8_t b16v __attribute__((vector_size(16)));
+typedef int8_t c16v __attribute__((vector_size(16)));
 
 static inline f16v load(const float* p) {
   f16v v;
@@ -29,14 +31,39 @@ static inline u16v load_halves(const void* p) {
 
 static inline f16v splat(float x) { return f16v{} + x; }
 
+static inline f16v from_uint8(const uint8_t* p) {
+#if HX_AVX512
+  return (f16v)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#else
+  b16v v;
+  memcpy(&v, p, 16);
+  return __builtin_convertvector(__builtin_convertvector(v, i16v), f16v);
+#endif
+}
+
+static inline f16v from_int8(const uint8_t* p) {
+#if HX_AVX512
+  return (f16v)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#else
+  c16v v;
+  memcpy(&v, p, 16);
+  return __builtin_convertvector(__builtin_convertvector(v, i16v), f16v);
+#endif
+}
+
 static inline f16v from_bf16(const uint16_t* p) {
   return (f16v)(load_halves(p) << 16);
 }
 
 static inline f16v from_f16(const void* p) {
+#if HX_AVX512
+  return (f16v)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
   const u16v bits = load_halves(p);
   const f16v magnitude = (f16v)((bits & 0x7fff) << 13) * 0x1p112f;
-  return (f16v)((u16v)magnitude | ((bits & 0x8000) << 16));
+  const u16v special = (u16v)(i16v)(magnitude >= splat(65536.0f)) & 0x7f800000;  // infinity and NaN stay what they are
+  return (f16v)((u16v)magnitude | special | ((bits & 0x8000) << 16));
+#endif
 }
 
 static inline uint16_t round_bf16(float x) {

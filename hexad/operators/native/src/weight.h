@@ -1,13 +1,18 @@
 // A weight matrix packed for the kernels, and the tasks that the kernels run. Plain data only: this header is compiled for several
 // instruction sets, so it defines no function.
 //
-// Rows (output features) are cut into panels of 16, columns into groups of 32. A panel holds the codes of its groups, then the scales
-// (float16 [groups][16]), then the minima (float16 [groups][16]) if the format has them. Row and column padding is zero.
+// Rows (output features) are cut into panels of 16, columns into groups of 32. A panel holds the codes of its groups, then what scales
+// them. Row and column padding is zero. A value is scale * (code - zero) + minimum. Scales are one of
+// - float16 [groups][16] (one scale a row: [16]), then the minima, float16 [groups][16], if the format has them;
+// - of k-quants, 32 bytes a group, then what multiplies them, float16, for each 8 groups. Of 32 columns: 16 scales and 16 minima (both
+//   unsigned), times [2][16], of which the second is negated. Of 16 columns (`halves`): signed scales [2][16], times [16].
 //
 // Codes of one group, `n` the row inside the panel, `k` the column inside the group:
 // - 4 bits, 256 bytes: 4 vectors of 16 words of 32 bits, one a row; vector z, word n, nibble t holds column 8 z + 2 t for t < 4 and
 //   8 z + 2 (t - 4) + 1 otherwise. Seen as 32 words of 16 bits, word 2 n + p holds columns of parity p: one shift and one look-up
 //   give the pairs that a bfloat16 dot product takes.
+// - 6 bits, 384 bytes: the lower 4 as above, then 128 bytes: 2 vectors of 32 words of 16 bits, vector v, word 2 n + p, bits 2 j and
+//   2 j + 1 the upper bits of column 16 v + 2 j + p.
 // - 8 bits, 512 bytes: 16 vectors of 32 bytes; vector r, byte 2 n + p holds column 2 r + p.
 // - bfloat16, 1024 bytes: 16 vectors of 32 numbers; vector r, number 2 n + p holds column 2 r + p (the layout of an AMX tile).
 #pragma once
@@ -20,7 +25,10 @@ constexpr int kLanes = 16;  // rows a panel
 constexpr int kGroup = 32;  // columns a group
 constexpr int kRowBlock = 32;  // activation buffers are padded to whole blocks of rows
 
-enum Format : int32_t { kInt4 = 0, kInt8 = 1, kBFloat16 = 2 };
+constexpr int kSuper = 8;   // groups that share a k-quant's multipliers
+
+// K: scales of k-quants.
+enum Format : int32_t { kInt4 = 0, kInt8 = 1, kBFloat16 = 2, kInt6 = 3, kInt4K = 4, kInt6K = 5 };
 enum Dtype : int32_t { kF32 = 0, kBF16 = 1 };
 enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kNone = 4 };
 
@@ -31,12 +39,15 @@ struct Weight {
   int32_t groups;
   int32_t panels;
   int32_t has_min;
-  float zero;  // 4 bits: value = scale * (code - zero) + minimum
+  int32_t halves;  // k-quants: a scale for 16 columns
+  float zero;
   int64_t scale_offset;  // inside a panel
-  int64_t min_offset;
+  int64_t scale_stride;  // from a group's scales to the next group's; 0: the row has one
+  int64_t min_offset;    // minima; of k-quants the multipliers
   int64_t panel_bytes;
   uint8_t* data;
-  float* bias;  // [panels * 16] or null
+  float* bias;         // [panels * 16] or null
+  const Weight* next;  // the rows below these, in a format of their own; null: none
 };
 
 // What becomes of a product.
@@ -118,6 +129,7 @@ struct Kernels {
   void (*norm)(const NormTask*, int chunk);
   void (*rope)(const RopeTask*, int chunk);
   void (*attention)(const AttentionTask*, int chunk, uint8_t* scratch);
+  void (*gate)(const float* both, int32_t activation, int64_t half, void* out, int32_t out_dtype);  // both [2 half]: gate, up
   void (*dequantize_row)(const Weight*, int64_t row, float* out);
   void (*widen)(const void* in, int32_t in_dtype, void* out, int32_t out_dtype, int64_t count);
 };
