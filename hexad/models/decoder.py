@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import torch
 
 from hexad.models.inputs import ForwardInputs
@@ -11,6 +12,7 @@ from hexad.models.layers.fused import FusedLayer, fuse
 from hexad.models.layers.mlp import MLP
 from hexad.models.layers.rope import rope_table
 from hexad.models.layers.stack import bind_stack
+from hexad.models.spec import RopeSpec
 from hexad.operators.args import NormArgs
 from hexad.operators.batch import AttentionBatch, KVPages
 
@@ -26,15 +28,24 @@ class DecoderLayer:
         self.attention = Attention(context, index, cos_sin)
         self.post_attention_norm = context.vector(context.layer_name(index, family.post_attention_norm), spec.hidden)
         self.mlp = MLP(context, index)
-        rms_norm = context.bind("rms_norm", norm).call
-        self.fused = fuse(rms_norm, self.attention, self.mlp, self.input_norm, self.post_attention_norm)
+        self.rms_norm = context.bind("rms_norm", norm).call
+        self.attention_out_norm, self.down_norm = (
+            context.vector(context.layer_name(index, name), spec.hidden) if name else None
+            for name in (family.attention_out_norm, family.down_norm)
+        )
+        plain = self.attention_out_norm is None and self.down_norm is None
+        self.fused = fuse(self.rms_norm, self.attention, self.mlp, self.input_norm, self.post_attention_norm) if plain else None
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, kv: KVPages
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(normed x [T, H], residual [T, H]) -> (output not yet added to the residual, residual)."""
-        x, residual = self.add_norm(self.attention(x, positions, batch, kv), residual, self.post_attention_norm)
-        return self.mlp(x), residual
+        x = self.attention(x, positions, batch, kv)
+        if self.attention_out_norm is not None:
+            x = self.rms_norm(x, self.attention_out_norm)
+        x, residual = self.add_norm(x, residual, self.post_attention_norm)
+        x = self.mlp(x)
+        return (x if self.down_norm is None else self.rms_norm(x, self.down_norm)), residual
 
 
 class DecoderModel:
@@ -44,19 +55,19 @@ class DecoderModel:
         spec = context.spec
         self.spec = spec
         self.embedding = context.embedding()
-        cos_sin = _positions_table(context, max_len)
-        self.layers = [DecoderLayer(context, index, cos_sin) for index in range(spec.num_layers)]
+        tables = _positions_tables(context, max_len)
+        self.layers = [DecoderLayer(context, index, tables[kind]) for index, kind in enumerate(spec.layer_kinds)]
         norm = NormArgs(spec.hidden, spec.norm_eps, context.dtype, context.device.type)
         self.norm = context.bind("rms_norm", norm).call
         self.add_norm = context.bind("add_rms_norm", norm).call
         self.final_norm = context.vector(context.family.final_norm, spec.hidden)
         self.head = context.head()
-        self.weight_bytes = context.weight_bytes + cos_sin.nbytes
+        self.weight_bytes = context.weight_bytes + sum(table.nbytes for table in {id(table): table for table in tables.values()}.values())
         self._group_of_layer = _group_of_layer(context)
         self._following_norms = [layer.input_norm for layer in self.layers[1:]] + [self.final_norm]
         fused = [layer.fused for layer in self.layers if layer.fused is not None]
         self._fused = fused if len(fused) == len(self.layers) else None
-        self._stack = bind_stack(context, self.embedding, self.layers, self.final_norm, cos_sin, self._group_of_layer, max_len)
+        self._stack = bind_stack(context, self.embedding, self.layers, self.final_norm, self._group_of_layer, max_len)
         self._head = getattr(self.head, "apply_float32", self.head.apply)  # logits need no rounding on the way
 
     def forward(self, inputs: ForwardInputs, kv_layers: list[KVPages]) -> torch.Tensor:
@@ -90,11 +101,17 @@ class DecoderModel:
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def _positions_table(context: BuildContext, max_len: int) -> torch.Tensor:
-    rope = context.spec.rope
+def _positions_tables(context: BuildContext, max_len: int) -> dict[str, torch.Tensor]:
+    """The rotary table of each kind of layer; kinds with one rule share theirs."""
+    rope, sliding = context.spec.rope, context.spec.extra.get("sliding_rope")
     if rope is None:
-        return torch.empty(0, dtype=torch.float32, device=context.device)
-    return rope_table(rope, max_len, context.spec.max_len, context.device)
+        table = torch.empty(0, dtype=torch.float32, device=context.device)
+    else:
+        table = rope_table(rope, max_len, context.spec.max_len, context.device)
+    if sliding is None or "sliding" not in context.spec.layer_kinds:
+        return {"full": table, "sliding": table}
+    rule = msgspec.convert(sliding, RopeSpec)
+    return {"full": table, "sliding": rope_table(rule, max_len, context.spec.max_len, context.device)}
 
 
 def _group_of_layer(context: BuildContext) -> list[int]:

@@ -10,8 +10,8 @@
 - K (turned) and V of token t go to `kv.k` and `kv.v` at flat slot `slots[t]` (block * block_size + offset); slot -1 is skipped.
 - Returns q [T, Hq, D] in `dtype`; it may be a view of `qkv`, which may be overwritten.
 
-On a CPU the reference keeps what it derived from the last `positions` and `slots` objects, because all layers of a step pass the same
-ones: a new step must come in new tensors.
+On a CPU the reference keeps what it derived from the last `positions`, `slots` and `cos_sin` objects, because all layers of a kind pass
+the same ones in a step: a new step must come in new tensors.
 """
 
 from __future__ import annotations
@@ -92,14 +92,16 @@ def _repeat_for_padding(flat: torch.Tensor, slots: torch.Tensor, values: torch.T
 def rope_kv_write_reference(args: RopeKVArgs) -> Kernel:
     heads, kv_heads, dim = args.heads, args.kv_heads, args.head_dim
     norm = rms_norm_reference(NormArgs(dim, args.eps, args.dtype, args.device_type))
-    last: list[Turns] = []
+    last: list[tuple[torch.Tensor, Turns]] = []  # the table and what came of it
 
     def turns_of(positions: torch.Tensor, cos_sin: torch.Tensor, slots: torch.Tensor) -> Turns:
         if args.device_type != "cpu":
             return make_turns(args, positions, cos_sin, slots)
-        if not last or last[0].positions is not positions or last[0].slots is not slots:
-            last[:] = [make_turns(args, positions, cos_sin, slots)]
-        return last[0]
+        if last and last[0][0] is cos_sin and last[0][1].positions is positions and last[0][1].slots is slots:
+            return last[0][1]
+        turns = make_turns(args, positions, cos_sin, slots)
+        last[:] = [(cos_sin, turns)]
+        return turns
 
     def rope_kv_write(
         qkv: torch.Tensor,

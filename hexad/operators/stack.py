@@ -62,6 +62,9 @@ class LayerParams:
     post_attention_norm: torch.Tensor
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    cos_sin: torch.Tensor  # [max_len, R] float32; layers of one rule share theirs
+    attention_out_norm: torch.Tensor | None = None  # of what attention adds to the hidden state
+    down_norm: torch.Tensor | None = None  # of what the MLP adds
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,6 @@ class StackParams:
     embedding: Product
     layers: Sequence[LayerParams]
     final_norm: torch.Tensor
-    cos_sin: torch.Tensor  # [max_len, R] float32
 
 
 def decoder_stack_reference(args: StackArgs) -> Kernel:
@@ -94,10 +96,15 @@ def decoder_stack_reference(args: StackArgs) -> Kernel:
         for layer, group, windowed, kv in zip(prepared.layers, args.kv_group, args.windowed, kv_layers, strict=True):
             batch = groups[group]
             x, residual = add_norm(branch, residual, layer.input_norm)
-            q = rope(layer.qkv.apply(x), positions, prepared.cos_sin, batch.slots, kv, layer.q_norm, layer.k_norm)
+            q = rope(layer.qkv.apply(x), positions, layer.cos_sin, batch.slots, kv, layer.q_norm, layer.k_norm)
             mixed = (sliding if windowed else full)(q, kv, batch)
-            x, residual = add_norm(layer.attention_out.apply(mixed), residual, layer.post_attention_norm)
+            attended = layer.attention_out.apply(mixed)
+            if layer.attention_out_norm is not None:
+                attended = norm(attended, layer.attention_out_norm)
+            x, residual = add_norm(attended, residual, layer.post_attention_norm)
             branch = layer.down.apply(act(layer.gate_up.apply(x)))
+            if layer.down_norm is not None:
+                branch = norm(branch, layer.down_norm)
         out: torch.Tensor = norm(residual + branch, prepared.final_norm)
         return out
 

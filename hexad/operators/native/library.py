@@ -25,7 +25,7 @@ from hexad.operators.packed import INT8_ROWS
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 SOURCES = {  # formats of rows that can be packed, as pack.h numbers them
     "q4_0": 0, "q4_1": 1, "q8_0": 2, "bfloat16": 3, "float32": 4, "q5_0": 5, "q5_1": 6, "q4_k": 7, "q5_k": 8, "q6_k": 9, "q3_k": 10,
     INT8_ROWS: 11,
@@ -228,6 +228,7 @@ class LayerDesc(ctypes.Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("qkv", "attention_out", "gate_up", "down", "input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("attention_out_norm", "down_norm", "cos_sin")),
         ("kv_group", c_int32),
         ("window", c_int32),
     ]  # fmt: skip
@@ -242,7 +243,7 @@ class StackDesc(ctypes.Structure):
             "kv_dtype",
         )),
         *((name, c_float) for name in ("eps", "scale", "softcap", "embedding_scale")),
-        *((name, c_void_p) for name in ("embedding", "final_norm", "cos_sin")),
+        *((name, c_void_p) for name in ("embedding", "final_norm")),
         ("max_len", c_int64),
     ]  # fmt: skip
 

@@ -62,6 +62,8 @@ class NativeStack:
             target.input_norm = self._floats(layer.input_norm)
             target.post_norm = self._floats(layer.post_attention_norm)
             target.q_norm, target.k_norm = self._floats(layer.q_norm), self._floats(layer.k_norm)
+            target.attention_out_norm, target.down_norm = self._floats(layer.attention_out_norm), self._floats(layer.down_norm)
+            target.cos_sin = self._floats(layer.cos_sin)
             target.kv_group = args.kv_group[index]
             target.window = (args.attention.window or 0) if args.windowed[index] else 0
         self.desc = self._describe(args, params)
@@ -97,7 +99,6 @@ class NativeStack:
             embedding_scale=args.embedding_scale,
             embedding=_packed(params.embedding).pointer,
             final_norm=self._floats(params.final_norm),
-            cos_sin=self._floats(params.cos_sin),
             max_len=args.max_len,
         )
 

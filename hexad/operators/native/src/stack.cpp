@@ -7,7 +7,7 @@ namespace hx {
 namespace {
 
 struct Workspace {
-  Buffer residual, normed, qkv, q, attended, gated;
+  Buffer residual, branch, normed, qkv, q, attended, gated;
 };
 
 Workspace& workspace() {
@@ -22,6 +22,7 @@ struct Step {
   const StackCall& c;
   int32_t x_dtype;  // of what products take
   float* residual;  // [T][hidden]
+  float* branch;    // [T][hidden], of networks that norm what they add
   uint8_t* normed;  // [T][ldh]
   float* qkv;       // [T][(heads + 2 kv_heads) * dim]
   uint8_t* q;       // [T][heads * dim]
@@ -84,6 +85,7 @@ bool allocate(Step& s) {
   s.ldi = padded_columns(d.intermediate);
   const int64_t qkv = static_cast<int64_t>(d.heads + 2 * d.kv_heads) * d.dim;
   s.residual = reinterpret_cast<float*>(w.residual.ensure(rows * d.hidden * 4));
+  s.branch = reinterpret_cast<float*>(w.branch.ensure(rows * d.hidden * 4));
   s.normed = w.normed.ensure(rows * s.ldh * item);
   s.qkv = reinterpret_cast<float*>(w.qkv.ensure(rows * qkv * 4));
   s.q = w.q.ensure(rows * d.heads * d.dim * item + 4096);
@@ -93,16 +95,16 @@ bool allocate(Step& s) {
   // of attention_tiles.h: values, probabilities and scores of each key; queries
   const int64_t tiles = (padded_keys + 64) * (2 * d.dim + 96) + 32 * d.dim;
   const bool scratch = s.r.reserve_scratch(std::max<int64_t>(24 * padded_keys, s.widest > 1 ? tiles : 0) + 4096);
-  if (!(s.residual && s.normed && s.qkv && s.q && s.attended && s.gated && scratch)) return false;
+  if (!(s.residual && s.branch && s.normed && s.qkv && s.q && s.attended && s.gated && scratch)) return false;
   clear_padding(s.normed, rows, d.hidden, s.ldh, item);
   clear_padding(s.attended, rows, static_cast<int64_t>(d.heads) * d.dim, s.ldq, item);
   clear_padding(s.gated, rows, d.intermediate, s.ldi, item);
   return true;
 }
 
-void run_norm(Step& s, const float* weight, void* out, int32_t dtype, int64_t ldo) {
+void run_norm(Step& s, const float* x, const float* weight, void* out, int32_t dtype, int64_t ldo) {
   const int per_chunk = std::max(8, (s.c.tokens + 4 * s.r.threads - 1) / (4 * s.r.threads));
-  NormTask task{s.residual, weight, s.d.eps, s.d.hidden, s.c.tokens, per_chunk, dtype, out, ldo};
+  NormTask task{x, weight, s.d.eps, s.d.hidden, s.c.tokens, per_chunk, dtype, out, ldo};
   s.r.workers().run((s.c.tokens + per_chunk - 1) / per_chunk, [&](int chunk, int) { s.r.kernels->norm(&task, chunk); });
 }
 
@@ -111,10 +113,20 @@ bool product(Step& s, const Weight* weight, const void* x, int64_t ldx, int32_t 
   return run_linear(s.r, task);
 }
 
+// residual += norm(product), or the product itself where `norm` is null.
+bool product_added(Step& s, const Weight* weight, const void* x, int64_t ldx, const float* norm) {
+  const int64_t hidden = s.d.hidden;
+  if (norm == nullptr) return product(s, weight, x, ldx, kAdd, s.residual, kF32, hidden);
+  if (!product(s, weight, x, ldx, kStore, s.branch, kF32, hidden)) return false;
+  run_norm(s, s.branch, norm, s.branch, kF32, hidden);
+  for (int64_t i = 0; i < s.c.tokens * hidden; ++i) s.residual[i] += s.branch[i];
+  return true;
+}
+
 void run_rope(Step& s, const LayerDesc& layer, int index) {
   const StackDesc& d = s.d;
   const int per_chunk = std::max(4, (s.c.tokens + 4 * s.r.threads - 1) / (4 * s.r.threads));
-  RopeTask task{s.qkv, s.c.positions, s.c.groups[layer.kv_group].slots, d.cos_sin, layer.q_norm, layer.k_norm, d.eps,
+  RopeTask task{s.qkv, s.c.positions, s.c.groups[layer.kv_group].slots, layer.cos_sin, layer.q_norm, layer.k_norm, d.eps,
                 s.c.tokens, d.heads, d.kv_heads, d.dim, d.rotary, d.interleaved, per_chunk, s.x_dtype, d.kv_dtype,
                 s.q, s.c.keys[index], s.c.values[index]};
   s.r.workers().run((s.c.tokens + per_chunk - 1) / per_chunk, [&](int chunk, int) { s.r.kernels->rope(&task, chunk); });
@@ -145,14 +157,14 @@ void embed(Step& s) {
 bool run_layer(Step& s, const LayerDesc& layer, int index) {
   const StackDesc& d = s.d;
   const int64_t qkv_width = static_cast<int64_t>(d.heads + 2 * d.kv_heads) * d.dim;
-  run_norm(s, layer.input_norm, s.normed, s.x_dtype, s.ldh);
+  run_norm(s, s.residual, layer.input_norm, s.normed, s.x_dtype, s.ldh);
   if (!product(s, layer.qkv, s.normed, s.ldh, kStore, s.qkv, kF32, qkv_width)) return false;
   run_rope(s, layer, index);
   run_attention(s, layer, index);
-  if (!product(s, layer.attention_out, s.attended, s.ldq, kAdd, s.residual, kF32, d.hidden)) return false;
-  run_norm(s, layer.post_norm, s.normed, s.x_dtype, s.ldh);
+  if (!product_added(s, layer.attention_out, s.attended, s.ldq, layer.attention_out_norm)) return false;
+  run_norm(s, s.residual, layer.post_norm, s.normed, s.x_dtype, s.ldh);
   if (!product(s, layer.gate_up, s.normed, s.ldh, d.gated ? kGated : kAct, s.gated, s.x_dtype, s.ldi)) return false;
-  return product(s, layer.down, s.gated, s.ldi, kAdd, s.residual, kF32, d.hidden);
+  return product_added(s, layer.down, s.gated, s.ldi, layer.down_norm);
 }
 
 }  // namespace
@@ -168,7 +180,7 @@ int32_t stack_forward(const StackDesc& d, const LayerDesc* layers, const StackCa
     }
   }
   if (status != kDone) return status;
-  Step s{r, d, c, product_dtype(r, d.dtype), nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, 0, 0, 0, 0};
+  Step s{r, d, c, product_dtype(r, d.dtype), nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, 0, 0, 0, 0};
   for (int row = 0; row < c.rows; ++row) {
     s.longest = std::max(s.longest, static_cast<int>(c.seq_lens[row]));
     s.widest = std::max(s.widest, static_cast<int>(c.query_start[row + 1] - c.query_start[row]));
@@ -178,7 +190,7 @@ int32_t stack_forward(const StackDesc& d, const LayerDesc* layers, const StackCa
   for (int i = 0; i < d.layers; ++i) {
     if (!run_layer(s, layers[i], i)) return kNoMemory;
   }
-  run_norm(s, d.final_norm, c.out, d.dtype, d.hidden);
+  run_norm(s, s.residual, d.final_norm, c.out, d.dtype, d.hidden);
   return kDone;
 }
 

@@ -15,6 +15,9 @@ struct LayerDesc {
   const float* post_norm;
   const float* q_norm;  // null without q/k norm
   const float* k_norm;
+  const float* attention_out_norm;  // of what attention adds to the hidden state; null: none
+  const float* down_norm;           // of what the MLP adds
+  const float* cos_sin;
   int32_t kv_group;
   int32_t window;  // 0: none
 };
@@ -25,7 +28,6 @@ struct StackDesc {
   float eps, scale, softcap, embedding_scale;
   const Weight* embedding;
   const float* final_norm;
-  const float* cos_sin;
   int64_t max_len;
 };
 
