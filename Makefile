@@ -32,10 +32,18 @@ serve: setup  ## fetch the default model if it is absent and serve it on 127.0.0
 test: setup  ## the whole test suite
 	$(BIN)/python -m pytest $(ARGS)
 
-test-clients: setup  ## other people's clients and tools against a server of ours, in an environment of their own
-	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet -r tests/clients/requirements.txt
-	cd tests/clients && HEXAD_PYTHON=$(abspath $(BIN))/python $(abspath $(CLIENTS))/bin/python -m pytest $(ARGS)
+test-clients: setup $(CLIENTS)/.installed $(CLIENTS)-guidellm/.installed $(CLIENTS)-aiperf/.installed  ## other people's clients and tools against a server of ours, in environments of their own
+	cd tests/clients && HEXAD_PYTHON=$(abspath $(BIN))/python HEXAD_CLIENTS=$(abspath $(CLIENTS)) $(abspath $(CLIENTS))/bin/python -m pytest $(ARGS)
+
+$(CLIENTS)/.installed: tests/clients/requirements.txt constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt -r $<
+	@touch $@
+
+# Load generators pin what others need in other versions. One that cannot be installed is a skipped test that says so.
+$(CLIENTS)-%/.installed: tests/clients/requirements-%.txt constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt -r $< && touch $@ || echo "pip install -r $< failed"
 
 lint: setup  ## ruff: style and format
 	$(BIN)/ruff check .
@@ -50,4 +58,4 @@ contracts: setup  ## import-linter: imports go down only
 check: lint types contracts test  ## everything that CI checks
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) $(CLIENTS)-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -122,6 +122,7 @@ def error_table() -> str:
 def limit_table() -> str:
     rows: list[tuple[str, Any]] = [
         ("body", "`--max-body-bytes`"),
+        ("bodies that are being received, together", f"{body.BODIES_AT_ONCE} x `--max-body-bytes`, else 503"),
         ("values in a body (commas)", body.MAX_VALUES),
         ("fields of a body", fields.MAX_FIELDS),
         ("request line and headers, bytes", protocol.MAX_HEAD_BYTES),
@@ -137,7 +138,7 @@ def limit_table() -> str:
         ("`bad_words` entries", params.MAX_BAD_WORDS // 2),
         ("`priority`", f"±{sampling.MAX_PRIORITY:,}"),
         ("`deadline_s`", sampling.MAX_DEADLINE_S),
-        ("WebSocket messages that may wait", websocket.MAX_WAITING),
+        ("WebSocket messages that may wait, bytes together", f"{websocket.MAX_WAITING}, `--max-body-bytes`"),
         ("`Retry-After`, seconds", admission.MAX_RETRY_S),
     ]
     return table(("what", "at most"), [(what, f"{most:,.0f}" if isinstance(most, int | float) else most) for what, most in rows])

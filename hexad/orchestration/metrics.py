@@ -1,4 +1,4 @@
-"""Histograms of engine steps, kept as plain counts in the core process and carried by its `stats`. No Prometheus here."""
+"""Histograms of engine steps and counts of speculation, as plain counts in the core process, carried by its `stats`. No Prometheus here."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ class Buckets:
 
 
 class StepMetrics:
-    """A step observer that fills the histograms of the table."""
+    """A step observer that fills the histograms and the speculation counters of the table."""
 
     def __init__(self) -> None:
         self._tokens = Buckets(find("iteration_tokens_total"))
         self._seconds = Buckets(find("step_time_seconds"))
+        self._drafts = self._draft_tokens = self._accepted_tokens = 0
 
     def on_plan(self, plan: StepPlan) -> None:
         """Nothing: a step counts when it is done."""
@@ -39,6 +40,16 @@ class StepMetrics:
     def on_result(self, plan: StepPlan, result: StepResult, elapsed_s: float) -> None:
         self._tokens.observe(plan.num_tokens)
         self._seconds.observe(elapsed_s)
+        for row, out in zip(plan.rows, result.rows, strict=True):
+            if row.num_drafts:
+                self._drafts += 1
+                self._draft_tokens += row.num_drafts
+                self._accepted_tokens += out.num_accepted
 
     def stats(self) -> dict[str, float]:
-        return {**self._tokens.stats(), **self._seconds.stats()}
+        speculation = {
+            "drafts_total": self._drafts,
+            "draft_tokens_total": self._draft_tokens,
+            "accepted_tokens_total": self._accepted_tokens,
+        }
+        return {**self._tokens.stats(), **self._seconds.stats(), **speculation}

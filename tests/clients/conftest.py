@@ -56,3 +56,21 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     subprocess.run([PYTHON, "-c", EXPORT, MODEL, str(folder)], check=True, cwd=ROOT)
     return folder
+
+
+def tool(name: str) -> Path:
+    """The command of a tool that `make test-clients` puts into an environment of its own; skips where that did not work."""
+    folder = Path(os.environ.get("HEXAD_CLIENTS", str(ROOT / ".venv-clients")) + f"-{name}")
+    if not (folder / ".installed").exists():
+        pytest.skip(f"pip install -r requirements-{name}.txt has not succeeded in {folder.name}: see what make test-clients printed")
+    return folder / "bin" / name
+
+
+@pytest.fixture(scope="session")
+def guidellm() -> Path:
+    return tool("guidellm")
+
+
+@pytest.fixture(scope="session")
+def aiperf() -> Path:
+    return tool("aiperf")

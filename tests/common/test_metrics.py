@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hexad.common.metric_table import METRICS, find
 from hexad.common.metrics import MetricsRegistry, RequestRecord
-from hexad.engine.plan import Row, StepPlan, StepResult
+from hexad.engine.plan import Row, RowResult, StepPlan, StepResult
 from hexad.orchestration.metrics import StepMetrics
 
 
@@ -56,8 +56,8 @@ def test_a_request_without_tokens_has_no_first_token_time() -> None:
 def test_engine_numbers_and_its_death() -> None:
     registry = MetricsRegistry("m", twins=False)
     steps = StepMetrics()
-    plan = StepPlan(step_id=0, rows=(Row(rid=0, start=0, num_tokens=9, samples=True),), num_tokens=9)
-    steps.on_result(plan, StepResult(step_id=0, rows=()), 0.004)
+    plan = StepPlan(step_id=0, rows=(Row(rid=0, start=0, num_tokens=9, samples=True, num_drafts=4),), num_tokens=9)
+    steps.on_result(plan, StepResult(step_id=0, rows=(RowResult(rid=0, tokens=(1, 2, 3), num_accepted=2),)), 0.004)
     registry.set_cache_info(block_size=16, num_blocks=100, cache_dtype="bfloat16")
     registry.set_engine_stats({"num_running": 3, "num_waiting": 1, "preemptions_total": 2, **steps.stats()})
     got = samples(registry)
@@ -68,6 +68,8 @@ def test_engine_numbers_and_its_death() -> None:
     assert got["hexad:iteration_tokens_total_bucket", "+Inf"] == 1
     assert got["hexad:step_time_seconds_count", ""] == 1
     assert got["hexad:engine_up", ""] == 1
+    speculation = [got[f"hexad:spec_decode_num_{what}_total", ""] for what in ("drafts", "draft_tokens", "accepted_tokens")]
+    assert speculation == [1, 4, 2]
     assert not any(name.startswith("vllm:") for name, _ in got)
     registry.set_engine_stats(None)
     got = samples(registry)

@@ -8,18 +8,48 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from hexad.common.errors import PayloadTooLargeError, RequestError
+from hexad.common.errors import OverloadedError, PayloadTooLargeError, RequestError
 
 MAX_VALUES = 1_000_000
+BODIES_AT_ONCE = 8  # of the largest size
+RETRY_S = 2.0
 
 
-async def read_object(request: Request) -> dict[str, Any]:
+class BodyRoom:
+    """Bounds the memory that bodies take before they are parsed, over all callers. Event-loop bound."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held_bytes = 0
+
+    async def read(self, request: Request) -> bytes:
+        """The whole body; `request` does not keep it.
+
+        Raises:
+            OverloadedError: the bodies of all callers together are too much.
+        """
+        chunks, size = [], 0
+        try:
+            async for chunk in request.stream():
+                size += len(chunk)
+                self._held_bytes += len(chunk)
+                if self._held_bytes > self._max_bytes:
+                    what = f"the bodies that are being received have more than {self._max_bytes:,} bytes together"
+                    raise OverloadedError(f"{what}: try again later, or send less", retry_after_s=RETRY_S)
+                chunks.append(chunk)
+            return b"".join(chunks)
+        finally:
+            self._held_bytes -= size
+
+
+async def read_object(request: Request, room: BodyRoom) -> dict[str, Any]:
     """The request's body as a JSON object.
 
     Raises:
         RequestError: not UTF-8, not JSON, nested too deeply, or not an object.
+        OverloadedError: no room for it at the moment.
     """
-    return parse_object(await request.body())
+    return parse_object(await room.read(request))
 
 
 def parse_object(data: bytes) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from hexad.application.api.state import ServerState
 
 async def chat_completions(state: ServerState, http: Request) -> Response:
     """One conversation, answered."""
-    return await answer_chat(state, http, await read_object(http))
+    return await answer_chat(state, http, await read_object(http, state.bodies))
 
 
 async def answer_chat(state: ServerState, http: Caller, body: dict[str, Any]) -> Response:

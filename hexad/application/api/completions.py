@@ -25,7 +25,7 @@ MAX_CHOICES = 1_024
 
 async def completions(state: ServerState, http: Request) -> Response:
     """One or many prompts, continued."""
-    return await answer_completion(state, http, await read_object(http))
+    return await answer_completion(state, http, await read_object(http, state.bodies))
 
 
 async def answer_completion(state: ServerState, http: Caller, body: dict[str, Any]) -> Response:

@@ -11,6 +11,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from hexad.application.api import wire
+from hexad.application.api.patience import WriteWatch
 from hexad.common.errors import HexadError, PayloadTooLargeError, RequestError
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
@@ -57,7 +58,7 @@ class GuardedProtocol(HttpToolsProtocol):
     write_timeout_s = 60.0
 
     _reading: asyncio.TimerHandle | None = None  # the limit on what is being received
-    _writing: asyncio.TimerHandle | None = None
+    _watch: WriteWatch
     _in_head = True
     _in_body = False
     _num_heads = 0  # complete ones
@@ -66,17 +67,17 @@ class GuardedProtocol(HttpToolsProtocol):
     _num_headers = 0
     _body_bytes = 0
     _lingered_bytes = 0
-    _unsent_bytes = 0
     _began_s = 0.0
     _refusal: HexadError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._watch = WriteWatch(self.loop, transport, self.write_timeout_s)
         self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop(self._reading)
-        self._stop(self._writing)
+        self._watch.stop()
         super().connection_lost(exc)
 
     # Receiving.
@@ -137,9 +138,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _late(self) -> None:
         busy = self.cycle is not None and not self.cycle.response_complete and not self._in_body
-        in_time = self._in_body and self._body_bytes >= (self.loop.time() - self._began_s) * MIN_BODY_BYTES_PER_S
-        if busy or self.pipeline or in_time:  # not the caller's fault: nothing is read while an earlier request is served
+        if busy or self.pipeline:  # not the caller's fault: nothing is read while an earlier request is served
             self._reading = self.loop.call_later(min(5.0, self.read_timeout_s), self._late)
+            return
+        if self._in_body and self._body_bytes >= (self.loop.time() - self._began_s) * MIN_BODY_BYTES_PER_S:
+            self._body_bytes = 0  # it must go on like this: one that came fast and stops is late, too
+            self._expect()
             return
         if self._in_head and not self._raw_head_bytes:
             self.transport.close()  # nothing was asked
@@ -171,27 +175,15 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch_reader()
+        self._watch.paused()
 
     def resume_writing(self) -> None:
-        self._stop(self._writing)
-        self._writing = None
+        self._watch.resumed()
         super().resume_writing()
-
-    def _watch_reader(self) -> None:
-        self._stop(self._writing)
-        self._unsent_bytes = self.transport.get_write_buffer_size()
-        self._writing = self.loop.call_later(self.write_timeout_s, self._stalled)
-
-    def _stalled(self) -> None:
-        if self.transport.get_write_buffer_size() < self._unsent_bytes:
-            self._watch_reader()  # slow, but alive
-        else:
-            self.transport.abort()
 
     def handle_websocket_upgrade(self) -> None:
         self._stop(self._reading)
-        self._stop(self._writing)
+        self._watch.stop()
         super().handle_websocket_upgrade()
 
     @staticmethod

@@ -24,7 +24,7 @@ from hexad.application.api.app import build_app
 from hexad.application.api.auth import Keys
 from hexad.application.api.front_ends import FrontEnds, more_sockets
 from hexad.application.api.protocol import guarded
-from hexad.application.api.startup import Opened
+from hexad.application.api.startup import Opened, allow_many_connections
 from hexad.application.api.state import ServerState
 from hexad.common.config import HexadConfig, ServerConfig
 from hexad.common.errors import ConfigError, StartupError
@@ -71,6 +71,7 @@ class Service:
         Raises:
             StartupError: the address is taken, or the engine cannot start.
         """
+        allow_many_connections()
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
@@ -169,7 +170,7 @@ def uvicorn_config(state: ServerState, server: ServerConfig) -> uvicorn.Config:
     return uvicorn.Config(
         build_app(state),
         http=guarded(server.read_timeout_s, server.write_timeout_s),  # type: ignore[arg-type]
-        ws="websockets-sansio" if find_spec("websockets") else "none",
+        ws=_sockets(server),  # type: ignore[arg-type]
         ws_max_size=server.max_body_bytes,
         lifespan="off",
         log_config=None,
@@ -181,6 +182,15 @@ def uvicorn_config(state: ServerState, server: ServerConfig) -> uvicorn.Config:
         ssl_certfile=server.ssl_certfile,
         ssl_keyfile=server.ssl_keyfile,
     )
+
+
+def _sockets(server: ServerConfig) -> Any:
+    """The WebSocket protocol; none where the package websockets is missing."""
+    if not find_spec("websockets"):
+        return "none"
+    from hexad.application.api.socket_protocol import guarded_socket
+
+    return guarded_socket(server.write_timeout_s)
 
 
 def bind(server: ServerConfig) -> socket.socket:

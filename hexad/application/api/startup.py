@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from hexad.application.api.tracing import Tracing
 
 T = TypeVar("T")
+MAX_DESCRIPTORS = 2**20
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -174,6 +176,14 @@ def make_tracing(endpoint: str | None) -> Tracing | None:
     except ImportError:
         raise ConfigError("server.otlp_traces_endpoint needs OpenTelemetry: pip install 'hexad[otel]'") from None
     return Tracing.to(endpoint)
+
+
+def allow_many_connections() -> None:
+    """Raise the soft limit on descriptors, often 1,024, as far as the system lets us: each connection needs one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:

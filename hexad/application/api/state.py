@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hexad.application.api.admission import Admission
+from hexad.application.api.body import BODIES_AT_ONCE, BodyRoom
 from hexad.application.api.shared_metrics import SharedMetrics
 from hexad.common.config import HexadConfig
 from hexad.common.errors import NotFoundError
@@ -77,6 +79,11 @@ class ServerState:
     tracing: Tracing | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
     text_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "hexad-text"))
+
+    @cached_property
+    def bodies(self) -> BodyRoom:
+        """Where requests are read."""
+        return BodyRoom(BODIES_AT_ONCE * self.config.server.max_body_bytes)
 
     @property
     def context(self) -> int:

@@ -18,7 +18,7 @@ from hexad.common.errors import RequestError
 
 async def tokenize(state: ServerState, http: Request) -> Response:
     """Ids of a prompt, or of messages after the chat template."""
-    request, ignored = read(await read_object(http), TokenizeRequest)
+    request, ignored = read(await read_object(http, state.bodies), TokenizeRequest)
     state.resolve_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("send either prompt or messages", param="prompt")
@@ -48,7 +48,7 @@ def _prompt(state: ServerState, request: TokenizeRequest) -> Prompt:
 
 async def detokenize(state: ServerState, http: Request) -> Response:
     """Text of ids, special tokens included."""
-    request, ignored = read(await read_object(http), DetokenizeRequest)
+    request, ignored = read(await read_object(http, state.bodies), DetokenizeRequest)
     state.resolve_model(request.model)
     ids = checked_ids(state, request.tokens, "tokens")
     text = await state.in_thread(lambda: state.tokenizer.decode(ids, skip_special_tokens=False))

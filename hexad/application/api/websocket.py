@@ -34,26 +34,34 @@ TOO_MANY, GOING_AWAY = 1008, 1001  # close codes
 class Inbox:
     """Messages of the caller, read all the while, so that its leaving is noticed at once."""
 
-    def __init__(self, socket: WebSocket) -> None:
+    def __init__(self, socket: WebSocket, max_bytes: int) -> None:
+        """`max_bytes` of messages may wait beside the one that runs."""
         self.gone = asyncio.Event()
         self.flooded = False
+        self._max_bytes = max_bytes
+        self._waiting_bytes = 0
         self._messages: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_WAITING + 1)
         self._socket = socket
         self.task = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         while (message := await self._socket.receive())["type"] == "websocket.receive":
-            if self._messages.qsize() >= MAX_WAITING:
+            text = message.get("text")
+            data = text.encode("utf-8", "surrogatepass") if text is not None else message.get("bytes") or b""
+            self._waiting_bytes += len(data)
+            if self._messages.qsize() >= MAX_WAITING or self._waiting_bytes > self._max_bytes:
                 self.flooded = True
                 break
-            text = message.get("text")
-            self._messages.put_nowait(text.encode("utf-8", "surrogatepass") if text is not None else message.get("bytes") or b"")
+            self._messages.put_nowait(data)
+            del message, text, data  # or the loop would hold the newest while it waits
         self.gone.set()
         self._messages.put_nowait(None)
 
     async def next(self) -> bytes | None:
         """The next message, None when there will be no more."""
-        return await self._messages.get()
+        data = await self._messages.get()
+        self._waiting_bytes -= len(data or b"")
+        return data
 
 
 def check_origin(socket: WebSocket, allowed: tuple[str, ...]) -> None:
@@ -73,7 +81,7 @@ async def serve_socket(state: ServerState, socket: WebSocket, answer: Answer) ->
     """One connection, until the caller leaves, floods it, or the server ends."""
     check_origin(socket, state.config.server.allowed_origins)
     await socket.accept()
-    inbox = Inbox(socket)
+    inbox = Inbox(socket, state.config.server.max_body_bytes)
     first_id, number = socket.scope["state"]["request_id"], 0
     try:
         while (data := await inbox.next()) is not None and not inbox.flooded:

@@ -1,0 +1,186 @@
+"""WebSockets and connections in bad hands: readers that stop, pings without end, messages that pile up, bodies that pile up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from firing import Bystander, Connection, Watched, generate
+from tiny_model import served
+
+from hexad.application.api.patience import WriteWatch
+
+HANDSHAKE = (
+    b"GET /v1/completions HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
+TEXT, PING = 1, 9
+
+
+def frame(opcode: int, data: bytes, *, fin: bool = True) -> bytes:
+    """A client's frame, with a mask of zeros."""
+    head = bytes([(0x80 if fin else 0) | opcode])
+    if len(data) < 126:
+        head += bytes([0x80 | len(data)])
+    elif len(data) < 2**16:
+        head += bytes([0x80 | 126]) + struct.pack("!H", len(data))
+    else:
+        head += bytes([0x80 | 127]) + struct.pack("!Q", len(data))
+    return head + bytes(4) + data
+
+
+def ask(**fields: Any) -> bytes:
+    return frame(TEXT, json.dumps({"prompt": "x", "ignore_eos": True, **fields}).encode())
+
+
+async def upgraded(url: str) -> tuple[Connection, asyncio.StreamReader, asyncio.StreamWriter]:
+    connection = Connection(url)
+    reader, writer = await connection.open()
+    writer.write(HANDSHAKE)
+    assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
+    return connection, reader, writer
+
+
+async def pour(writer: asyncio.StreamWriter, data: bytes, most: int) -> int:
+    """Send `data` again and again, until the other side stops taking it; bytes sent, `most` at most."""
+    sent = 0
+    while sent < most:
+        try:
+            writer.write(data)
+            await asyncio.wait_for(writer.drain(), 3)
+        except (TimeoutError, OSError):
+            break
+        sent += len(data)
+    return sent
+
+
+async def test_b36_a_socket_that_does_not_read_loses_its_place(tiny: Path) -> None:
+    with served(tiny, "--write-timeout", "1", "--log-level", "error") as process:
+        watched = Watched(process.url, process.process.pid)
+        before = watched.descriptors()
+        stuck, reader, writer = await upgraded(process.url)
+        reader._transport.pause_reading()
+        writer.write(ask(max_tokens=1_000, n=16, logprobs=20) * 3)  # several megabytes of answers
+        await asyncio.sleep(0.5)
+        assert (await watched.load())["server_load"] == 1
+        await watched.settle(20)
+        assert watched.descriptors() <= before + 2
+        stuck.abort()
+
+
+async def test_pings_without_end_cost_no_memory(tiny: Path) -> None:
+    with served(tiny, "--write-timeout", "2", "--log-level", "error") as process:
+        watched = Watched(process.url, process.process.pid)
+        before = watched.rss_mib()["api"]
+        connection, reader, writer = await upgraded(process.url)
+        reader._transport.pause_reading()
+        async with Bystander(process.url) as bystander:
+            sent = await pour(writer, frame(PING, b"x" * 125) * 1_000, 128 * 2**20)
+        assert sent < 64 * 2**20, "nobody stopped the pings"
+        assert watched.rss_mib()["api"] < before + 40
+        assert bystander.complaints == []
+        connection.abort()
+        await watched.settle()
+
+
+async def test_messages_that_wait_are_bounded_in_bytes(tiny: Path) -> None:
+    with served(tiny, "--device", "fake:0.02", "--max-body-bytes", "4MiB", "--log-level", "error") as process:
+        watched = Watched(process.url, process.process.pid)
+        connection, _, writer = await upgraded(process.url)
+        writer.write(ask(max_tokens=900))
+        before = watched.rss_mib()["api"]
+        await pour(writer, frame(TEXT, b'"' + b"x" * (4 * 2**20 - 8) + b'"'), 15 * 4 * 2**20)
+        await watched.settle(10)  # the connection is ended, and its request with it
+        assert watched.rss_mib()["api"] < before + 40
+        connection.abort()
+
+
+async def test_a_message_in_many_fragments_is_bounded(tiny: Path) -> None:
+    with served(tiny, "--max-body-bytes", "1MiB", "--log-level", "error") as process:
+        watched = Watched(process.url, process.process.pid)
+        connection, reader, writer = await upgraded(process.url)
+        writer.write(frame(TEXT, b"{", fin=False))
+        sent = await pour(writer, frame(0, b" " * 1_000, fin=False) * 100, 64 * 2**20)
+        assert sent < 16 * 2**20
+        connection.abort()
+        async with asyncio.timeout(10):
+            other, reader, writer = await upgraded(process.url)
+            writer.write(frame(TEXT, b"{}"))
+            assert b"error" in await reader.readuntil(b"}}")
+            other.abort()
+        await watched.settle()
+
+
+class Lost(asyncio.Protocol):
+    """A connection of ours with a watch, and whether it has ended."""
+
+    def __init__(self, patience_s: float) -> None:
+        self.ended = asyncio.Event()
+        self.patience_s = patience_s
+
+    def connection_made(self, transport: Any) -> None:
+        transport.set_write_buffer_limits(high=2**30)  # never full: `pause_writing` will not tell
+        self.transport = transport
+        self.watch = WriteWatch(asyncio.get_running_loop(), transport, self.patience_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.watch.stop()
+        self.ended.set()
+
+
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
+def test_b36_a_closed_connection_that_nobody_reads_ends(runner: Any) -> None:
+    """Also when less than a full buffer is left: closing alone would wait for ever for somebody to read it."""
+
+    async def leave_it(patience_s: float) -> bool:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            _, lost = await asyncio.get_running_loop().create_connection(lambda: Lost(patience_s), sock=ours)
+            lost.transport.write(bytes(2**24))
+            lost.transport.close()
+            try:
+                await asyncio.wait_for(lost.ended.wait(), 3)
+            except TimeoutError:
+                lost.transport.abort()
+                return False
+            return True
+
+    assert runner(leave_it(0.1))
+    assert not runner(leave_it(60)), "it ends by itself: this test shows nothing"
+
+
+async def test_bodies_that_arrive_together_are_bounded(tiny: Path) -> None:
+    """Twelve callers send almost all of a large body and stop: some are refused, the memory is bounded, small ones are served."""
+    size = 4 * 2**20
+    with served(tiny, "--max-body-bytes", "4MiB", "--read-timeout", "3", "--log-level", "error") as process:
+        watched = Watched(process.url, process.process.pid)
+        before = watched.rss_mib()["api"]
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode()
+        connections = [Connection(process.url) for _ in range(12)]
+        answers = asyncio.gather(*(c.send([head + b" " * (size - 10)]) for c in connections))
+        await asyncio.sleep(1.5)
+        assert watched.rss_mib()["api"] < before + 80
+        statuses = [answer.status for answer in await answers]
+        assert statuses.count(503) >= 3, statuses
+        assert set(statuses) <= {503, 408}, statuses
+        assert (await watched.ask(generate())).status == 200
+        for connection in connections:
+            await connection.close()
+
+
+async def test_the_limit_on_descriptors_is_raised(tiny: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        with served(tiny, "--log-level", "error") as process:
+            got = resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert got[0] == min(hard, 2**20)
