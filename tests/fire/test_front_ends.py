@@ -17,8 +17,15 @@ from firing import Watched, generate, get
 from kill_engine import FLAGS, terminal_complaint, torture
 from tiny_model import ServerProcess, alive, served
 
+from hexad.application.api.quarantine import Quarantine
 from hexad.application.api.shared_metrics import SharedMetrics
+from hexad.application.api.strike_board import StrikeBoard
+from hexad.common.errors import RequestError
 from hexad.common.metrics import MetricsRegistry, RequestRecord
+from hexad.common.params import SamplingParams
+from hexad.engine.plan import TokenSegment
+from hexad.orchestration.messages import Output, Submit
+from hexad.orchestration.stream import RequestStream
 
 MANY = ("--api-server-count", "2", "--log-level", "error")
 
@@ -66,6 +73,38 @@ async def test_engine_and_front_ends_may_die(many: ServerProcess) -> None:
     assert {answer.status for answer in answers} == {200}
     await asyncio.sleep(1.3)
     assert await counted(server, "hexad:request_success_total") > total + 30
+
+
+async def test_a_stopped_front_end_is_replaced(many: ServerProcess) -> None:
+    """It goes on to get its share of the connections: those that waited are answered by its successor."""
+    server = Watched(many.url, many.process.pid)
+    victim, other = front_ends(many)
+    os.kill(victim, signal.SIGSTOP)
+    answers = await asyncio.gather(*(server.ask(generate(prompt=f"s{i}")) for i in range(30)))
+    assert {answer.status for answer in answers} == {200}
+    now = front_ends(many)
+    assert other in now
+    assert victim not in now
+    assert len(now) == 2
+
+
+def test_deaths_add_up_over_all_processes(tmp_path: Path) -> None:
+    """A request that kills wherever it is sent is condemned by the third death; one that ended well anywhere is cleared everywhere."""
+    places = [Quarantine(StrikeBoard(tmp_path / "strikes", i)) for i in range(3)]
+    killer, innocent = (Submit(request_id=f"r{i}", prompt=(TokenSegment((i,)),), params=SamplingParams(max_tokens=3)) for i in range(2))
+    for place in places[:2]:
+        assert (place.check(killer) is None) == (place is places[0])
+        place.strike([killer, innocent])
+    stream = RequestStream("r", 1, lambda _: None)
+    places[2].watch(places[2].check(innocent), stream)
+    stream.feed(Output(request_id="r", choice=0, finish_reason="stop"))
+    places[2].strike([killer])
+    for place in places:
+        with pytest.raises(RequestError, match="3 times"):
+            place.check(killer)
+    for _ in range(2):
+        places[2].strike([innocent])
+        assert places[2].check(innocent)  # suspected, not refused: what was before it ended well does not count
 
 
 async def test_drain_of_all(tiny: Path) -> None:

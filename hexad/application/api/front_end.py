@@ -1,12 +1,13 @@
 """One of several API processes over one engine: `python -m hexad.application.api.front_end`, started by `front_ends.py`.
 
 Its first line on stdin says what it is; later lines name a new engine; the end of stdin means that the parent is gone. It says `ready` on
-stdout once it listens. Signals are those of `service.py`.
+stdout once it listens, and then gives a sign of life every second. Signals are those of `service.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from hexad.application.api.front_ends import FrontEndLaunch, NewEngine
 from hexad.application.api.service import Service
 from hexad.application.api.shared_metrics import SharedMetrics
 from hexad.application.api.startup import Opened, in_daemon_thread, load_text, make_state
+from hexad.application.api.strike_board import StrikeBoard
 from hexad.application.api.supervisor import SupervisedEngine
 from hexad.common import log
 from hexad.common.config import HexadConfig
@@ -28,6 +30,7 @@ from hexad.orchestration.client import EngineClient
 
 FOREVER = 2**31
 JOIN_PAUSE_S = 0.02
+BEAT_S = 1.0
 
 
 class Line:
@@ -71,9 +74,19 @@ async def open_joined(config: HexadConfig, launch: FrontEndLaunch, line: Line) -
         current = client.address
         return client
 
-    engine = SupervisedEngine(client, again, max_deaths=FOREVER, first_pause_s=JOIN_PAUSE_S)
+    board = StrikeBoard(Path(launch.directory) / "strikes", launch.index)
+    engine = SupervisedEngine(client, again, max_deaths=FOREVER, first_pause_s=JOIN_PAUSE_S, board=board)
     shared = SharedMetrics(Path(launch.directory), launch.index)
     return Opened(make_state(config, engine, text, shared=shared), engine, text, ())
+
+
+async def beat() -> None:
+    """Tell the parent that the event loop runs, until cancelled."""
+    os.set_blocking(sys.stdout.fileno(), False)
+    while True:
+        await asyncio.sleep(BEAT_S)
+        with contextlib.suppress(OSError):  # the parent is stopped, or gone: noticed elsewhere
+            os.write(sys.stdout.fileno(), b"beat\n")
 
 
 async def main() -> int:
@@ -84,14 +97,21 @@ async def main() -> int:
     log.set_up(config.server.log_level, config.server.log_format, process=f"api-{launch.index}")
     line = Line(launch.address)
     following = asyncio.ensure_future(line.follow(reader))
+    beating: list[asyncio.Future[None]] = []
     sock = socket.socket(fileno=launch.socket_fd)
+
+    def ready(opened: Opened, url: str) -> None:
+        print("ready", flush=True)
+        beating.append(asyncio.ensure_future(beat()))
+
     try:
-        return await Service(config, lambda: open_joined(config, launch, line), lambda opened, url: print("ready", flush=True), sock).run()
+        return await Service(config, lambda: open_joined(config, launch, line), ready, sock).run()
     except StartupError as error:
         print(error.message, file=sys.stderr)
         return StartupError.exit_code
     finally:
-        following.cancel()
+        for task in (following, *beating):
+            task.cancel()
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ log = logging.getLogger("hexad.server")
 MAX_DEATHS, WINDOW_S = 5, 600.0
 PAUSE_S = 0.5
 LAST_WORDS_S = 3.0  # after the second signal
+GRACE_S = 1.0
 
 
 class FrontEndLaunch(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +94,7 @@ class FrontEnds:
     async def _watch(self, number: int) -> None:
         """Start the front end again whenever it dies."""
         while not self._ending:
-            code = await self._processes[number].wait()
+            code = await self._gone(self._processes[number])
             if self._ending:
                 break
             now_s = time.monotonic()
@@ -113,6 +114,27 @@ class FrontEnds:
             if self._ending:
                 self._signal(number)
         self._sockets[number].close()  # nobody accepts from it any more
+
+    async def _gone(self, process: asyncio.subprocess.Process) -> int:
+        """The exit code, once it has ended, or has been ended because it gave no sign of life.
+
+        A stopped or hung process still gets its share of the connections.
+        """
+        assert process.stdout is not None
+        patience_s, silent = self._config.server.engine_timeout_s, False
+        while True:
+            try:
+                line = await asyncio.wait_for(process.stdout.readline(), GRACE_S if silent else patience_s)
+            except TimeoutError:
+                if silent:  # twice: if it was we who were stopped, what came meanwhile is read by now
+                    log.error("an API process has given no sign of life for %g s: it is replaced", patience_s)
+                    process.kill()
+                    return await process.wait()
+                silent = True
+                continue
+            silent = False
+            if not line:
+                return await process.wait()
 
     async def use(self, address: str) -> None:
         """The engine is at another address now."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from hexad.application.api.strike_board import StrikeBoard
 from hexad.common.errors import RequestError
 from hexad.orchestration.messages import Submit
 from hexad.orchestration.stream import RequestStream
@@ -25,7 +26,9 @@ MEMORY_S = 3_600.0  # after this long without another death a suspect is forgott
 class Quarantine:
     """Counts deaths by content. While nobody is suspected, a check costs nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, board: StrikeBoard | None = None) -> None:
+        """`board`: what other API processes over the same engine have seen counts too."""
+        self._board = board
         self._strikes: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # content -> (deaths, when the latest was)
         self._watched: list[tuple[bytes, RequestStream]] = []  # suspects that run again
 
@@ -35,11 +38,12 @@ class Quarantine:
         Raises:
             RequestError: it has been there at too many deaths.
         """
-        if not self._strikes:
+        others = self._board.others() if self._board is not None else {}
+        if not self._strikes and not others:
             return None
         self._sweep()
         key = content_key(submit)
-        strikes, _ = self._strikes.get(key, (0, 0.0))
+        strikes = self._strikes.get(key, (0, 0.0))[0] + others.get(key, 0)
         if strikes >= MAX_STRIKES:
             raise RequestError(
                 f"the engine process died each of the {strikes} times that this request ran: it is not run again; change it",
@@ -61,12 +65,16 @@ class Quarantine:
             self._strikes[key] = (strikes + 1, now_s)
         while len(self._strikes) > MAX_SUSPECTS:
             self._strikes.popitem(last=False)
+        if self._board is not None:
+            self._board.publish(self._strikes)
 
     def _sweep(self) -> None:
         """Clear those that have ended well, forget those of long ago."""
         for key, stream in self._watched:
             if stream.finished:
                 self._strikes.pop(key, None)
+                if self._board is not None:
+                    self._board.publish(self._strikes, key)
         self._watched = [(key, stream) for key, stream in self._watched if not stream.ended]
         oldest_s = time.monotonic() - MEMORY_S
         while self._strikes and next(iter(self._strikes.values()))[1] < oldest_s:

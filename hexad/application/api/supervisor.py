@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from hexad.application.api.quarantine import Quarantine
+from hexad.application.api.strike_board import StrikeBoard
 from hexad.common.errors import EngineDeadError, StartupError
 from hexad.orchestration.client import EngineClient, Stats
 from hexad.orchestration.messages import Submit, Welcome
@@ -32,6 +33,7 @@ class SupervisedEngine:
         *,
         max_deaths: int = MAX_DEATHS,
         first_pause_s: float = FIRST_PAUSE_S,
+        board: StrikeBoard | None = None,
     ) -> None:
         self.gave_up = asyncio.Event()
         self.num_deaths = 0
@@ -39,7 +41,7 @@ class SupervisedEngine:
         self._start = start
         self._max_deaths = max_deaths
         self._first_pause_s = first_pause_s
-        self._quarantine = Quarantine()
+        self._quarantine = Quarantine(board)
         self._deaths: deque[float] = deque()
         self._restart: asyncio.Task[None] | None = None
         self._closed = False
