@@ -68,6 +68,9 @@ class _Stream(asyncio.Protocol):
         self._pending = b""
         self._status = 0
         self._usage: _Usage | None = None
+        self._answered = False  # a byte of the current answer has come
+        self._asked = 0
+        self.stale = False  # a kept-alive connection that the server closed before the latest request reached it
         self.tokens = 0  # chunks seen, for progress
 
     def connection_made(self, transport: Any) -> None:
@@ -75,10 +78,14 @@ class _Stream(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
+        self.stale = self._asked > 1 and not self._answered and self._record is not None
         self._finish(f"the connection was closed: {exc}" if exc else "the connection was closed")
 
     def data_received(self, data: bytes) -> None:
-        self._now = time.perf_counter()
+        self._now, self._answered = time.perf_counter(), True
+        if self._parser is None:  # bytes that nobody asked for
+            self.transport.abort()
+            return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -121,6 +128,7 @@ class _Stream(asyncio.Protocol):
     async def ask(self, head: bytes, body: bytes, record: Record, timeout_s: float) -> None:
         """Send one request and wait for its end; the outcome is in `record`."""
         self._record, self._usage, self._pending, self._status = record, None, b"", 0
+        self._answered, self._asked = False, self._asked + 1
         self._done = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
         record.start_s = time.perf_counter()
@@ -227,10 +235,11 @@ class Client:
         self.records.append(record)
         try:
             if stream is None or stream.closed:
-                loop = asyncio.get_running_loop()
-                _, stream = await loop.create_connection(_Stream, self._host, self._port, ssl=self._tls)
-                self._streams.append(stream)
-            await stream.ask(self._head, self._body_start + self._prompt(index) + b"}", record, self.job.timeout_s)
+                stream = await self._connect()
+            await self._ask(stream, index, record)
+            if stream.stale:  # as any HTTP client does: once more, on a connection of its own
+                stream, record.end_s, record.error = await self._connect(), 0.0, None
+                await self._ask(stream, index, record)
         except OSError as error:
             record.error = f"{self._host}:{self._port}: {error}"
             await asyncio.sleep(0.1)
@@ -238,6 +247,14 @@ class Client:
             stream.closed = True
         self.finished += 1
         return stream
+
+    async def _connect(self) -> _Stream:
+        _, stream = await asyncio.get_running_loop().create_connection(_Stream, self._host, self._port, ssl=self._tls)
+        self._streams.append(stream)
+        return stream
+
+    async def _ask(self, stream: _Stream, index: int, record: Record) -> None:
+        await stream.ask(self._head, self._body_start + self._prompt(index) + b"}", record, self.job.timeout_s)
 
     def _prompt(self, index: int) -> bytes:
         if index < len(self._bodies):

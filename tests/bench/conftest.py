@@ -11,9 +11,13 @@ from hexad.bench.records import Record
 
 
 class TimedServer:
-    """An OpenAI-compatible completions endpoint that waits `ttft_s`, then sends a token each `itl_s`."""
+    """An OpenAI-compatible completions endpoint that waits `ttft_s`, then sends a token each `itl_s`.
 
-    def __init__(self, ttft_s=0.05, itl_s=0.01, models=("stub",), fail_after=None):
+    With `leave`, it closes a connection when the second request on it arrives, without a word, as servers close idle connections.
+    """
+
+    def __init__(self, ttft_s=0.05, itl_s=0.01, models=("stub",), fail_after=None, leave=False):
+        self.leave = leave
         self.ttft_s, self.itl_s, self.models, self.fail_after = ttft_s, itl_s, models, fail_after
         self.requests = []
         self.live = self.most_live = 0
@@ -38,7 +42,9 @@ class TimedServer:
     async def _serve(self, reader, writer):
         try:
             while await self._one(reader, writer):
-                pass
+                if self.leave:
+                    await reader.readuntil(b"\r\n\r\n")
+                    return
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:

@@ -35,6 +35,13 @@ def test_refusals_are_errors_of_their_records(timed_server):
     assert [r.ok for r in records] == [True, False, False] and "HTTP 503" in records[1].error and "busy" in records[1].error
 
 
+def test_a_connection_that_the_server_left_is_made_anew(timed_server):
+    server = timed_server(ttft_s=0.01, itl_s=0.001, leave=True)
+    records = HttpFace(server.url, "stub", 1000).run([[300 + i] for i in range(6)], 3, concurrency=2)
+    assert all(r.ok and r.output_tokens == 3 and r.events_s[0] >= r.start_s for r in records), records
+    assert {b["prompt"][0] for b in server.requests} == {300 + i for i in range(6)} and len(server.requests) == 6
+
+
 def test_duration_cuts_the_run_and_never_repeats_a_prompt(timed_server):
     server = timed_server(ttft_s=0.01, itl_s=0.001)
     records = HttpFace(server.url, "stub", 1000).run([[300, 1], [301, 1]], 4, concurrency=2, duration_s=0.6)
