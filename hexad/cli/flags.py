@@ -25,7 +25,7 @@ HELP: dict[str, str] = {
     "model.revision": "Revision of a hub model.",
     "model.load_format": "How weights are stored.",
     "model.dtype": "Number format of the computation.",
-    "model.quantization": "Force a weight format.",
+    "model.quantization": "Round weights while they are read (CPUs): int8, int4_g32 or int4_g32_zp.",
     "model.max_model_len": "Longest sequence in tokens, e.g. 4096, 32k, auto.",
     "model.generation_config": "Sampling defaults: auto (the model's), none, or a folder.",
     "model.chat_template": "A template file, or the template itself.",

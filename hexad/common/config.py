@@ -30,7 +30,7 @@ class ModelConfig(_Section):
     revision: str | None = None
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: str | None = None  # force a weight format; None: what the checkpoint says
+    quantization: str | None = None  # round weights to this while they are read (int8, int4_g32, ...); None: as the checkpoint has them
     max_model_len: int | None = Field(default=None, ge=1)  # None: the model's context, as far as KV memory allows
     generation_config: str = "auto"  # "auto": the model's generation_config.json; "none"; or a folder
     chat_template: str | None = None  # a file, or the template itself

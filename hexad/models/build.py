@@ -15,6 +15,7 @@ from hexad.models.layers.context import BuildContext
 from hexad.models.loader import WeightStore
 from hexad.models.quant.packed import PackedScheme, packs_here
 from hexad.models.quant.plain import PlainScheme
+from hexad.models.quant.rounding import check_quantization
 from hexad.models.quant.scheme import Scheme
 from hexad.models.spec import ModelSpec
 from hexad.operators.batch import KVPages
@@ -48,6 +49,7 @@ def build_model(
     kv_dtype: torch.dtype | None = None,
     block_size: int = DEFAULT_BLOCK_SIZE,
     max_len: int | None = None,
+    quantization: str | None = None,
 ) -> Model:
     """Read every parameter and bind every operator.
 
@@ -56,22 +58,25 @@ def build_model(
         kv_dtype: of the pages; default: `dtype`.
         block_size: tokens a page.
         max_len: longest sequence served; default: the checkpoint's context.
+        quantization: round weights to this while they are read (models/quant/rounding.py).
 
     Raises:
         WeightsError: a tensor is missing, misshapen or left over.
         ModelError: no stack or family here supports the model.
-        ConfigError: a forced provider cannot serve it.
+        ConfigError: a forced provider cannot serve it, or there is no such quantization here.
     """
     if spec.stack != "decoder":
         raise ModelError(f"{spec.name} needs the {spec.stack} stack: decoder-only models are supported")
     if spec.moe is not None:
         raise ModelError(f"{spec.name} is a mixture of experts: dense models are supported")
+    check_quantization(quantization, device.type)
     load_operators()
+    family = find_family(spec.family)
     context = BuildContext(
         spec=spec,
-        family=find_family(spec.family),
+        family=family,
         store=store,
-        scheme=_scheme(spec, dtype, device, prefer),
+        scheme=_scheme(spec, dtype, device, prefer, quantization, (family.embedding, family.head)),
         dtype=dtype,
         device=device,
         kv_dtype=kv_dtype or dtype,
@@ -84,7 +89,16 @@ def build_model(
     return model
 
 
-def _scheme(spec: ModelSpec, dtype: torch.dtype, device: torch.device, prefer: Mapping[str, str] | None) -> Scheme:
+def _scheme(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    prefer: Mapping[str, str] | None,
+    quantization: str | None,
+    tables: tuple[str, ...],
+) -> Scheme:
     if spec.weight_format not in ("plain", "gguf"):
         raise ModelError(f"{spec.name} has weights in the format {spec.weight_format!r}; supported: plain, gguf (dequantised)")
+    if quantization is not None:  # without packed products the rounded numbers are kept as plain ones
+        return PackedScheme(prefer, quantization, tables)
     return PackedScheme(prefer) if packs_here(dtype, device, prefer) else PlainScheme(prefer)

@@ -42,6 +42,8 @@ FORMATS: dict[str, WeightFormat] = {
         WeightFormat("float16", 2, compute="fp16", table_bytes=2),
         WeightFormat("fp8", 1, row_bytes=4, compute="fp8"),  # W8A8, a float32 scale per output channel
         WeightFormat("int8", 1, row_bytes=4, compute="int8"),  # W8A8, likewise
+        WeightFormat("int4_g32", 0.5 + 2 / 32, table_bytes=1),  # --quantization on CPUs: products in 16 bits, tables in 8 bits
+        WeightFormat("int4_g32_zp", 0.5 + 4 / 32, table_bytes=1),
         WeightFormat("int4", 0.5 + 2.5 / 128),  # groups of 128: a 16-bit scale and a 4-bit zero point each; products in 16 bits
         *map(_blocks, ("q8_0", "q6_k", "q5_k", "q4_k", "q4_1", "q4_0")),
     )

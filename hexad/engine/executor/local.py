@@ -85,6 +85,7 @@ class LocalExecutor:
             kv_dtype=self.kv_dtype,
             block_size=self.block_size,
             max_len=self.max_model_len,
+            quantization=self.config.model.quantization,
         )
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

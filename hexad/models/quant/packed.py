@@ -6,13 +6,14 @@ with plain weights) it becomes plain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hexad.models.quant.plain import PlainScheme, stack_rows
+from hexad.models.quant.rounding import RoundedHandle, rounded_format
 from hexad.models.quant.scheme import EmbeddingMethod, LinearMethod
 from hexad.operators.packed import PackedLinearArgs, StoredRows, formats_of
 from hexad.operators.registry import registry
@@ -24,7 +25,7 @@ Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class RoundedRows:
+class BFloat16Rows:
     """A handle's numbers as rows of bfloat16."""
 
     handle: WeightHandle
@@ -77,8 +78,14 @@ class PackedScheme:
 
     name = "packed"
 
-    def __init__(self, prefer: Mapping[str, str] | None = None) -> None:
+    def __init__(self, prefer: Mapping[str, str] | None = None, quantization: str | None = None, tables: Collection[str] = ()) -> None:
+        """Args:
+        quantization: round weights to this while they are read (rounding.py).
+        tables: names of the embedding and the output head.
+        """
         self._prefer = prefer
+        self._quantization = quantization
+        self._table_names = frozenset(tables)
         self._plain = PlainScheme(prefer)
         self._tables: dict[str, tuple[PackedLinearArgs, Any]] = {}
 
@@ -93,23 +100,32 @@ class PackedScheme:
         table = self._tables.get(weights[0].name) if len(weights) == 1 and not biases else None
         if table is not None:
             return PackedLinear(*table, nbytes=0, prefer=self._prefer)
+        weights = self._rounded(weights)
         made = self._pack(weights, biases, dtype, device)
         if made is None:
             return self._plain.linear(weights, biases, dtype=dtype, device=device)
         return PackedLinear(*made, nbytes=made[1].nbytes, prefer=self._prefer)
 
     def embedding(self, weight: WeightHandle, *, dtype: torch.dtype, device: torch.device) -> EmbeddingMethod:
+        (weight,) = self._rounded([weight])
         made = self._pack([weight], None, dtype, device)
         if made is None:
             return self._plain.embedding(weight, dtype=dtype, device=device)
         self._tables[weight.name] = made
         return PackedEmbedding(made[1], dtype, made[1].nbytes)
 
+    def _rounded(self, weights: Sequence[WeightHandle]) -> Sequence[Any]:
+        """The handles, to be rounded when they are read if that was asked for."""
+        if self._quantization is None:
+            return weights
+        formats = [rounded_format(self._quantization, w.shape[1], is_table=w.name in self._table_names) for w in weights]
+        return [RoundedHandle(weight, name) for weight, name in zip(weights, formats, strict=True)]
+
     def _pack(
         self, weights: Sequence[WeightHandle], biases: Sequence[WeightHandle] | None, dtype: torch.dtype, device: torch.device
     ) -> tuple[PackedLinearArgs, Any] | None:
         """(args, packed rows); None: no provider packs them."""
-        candidates: list[Sequence[StoredRows]] = [weights, [RoundedRows(weight) for weight in weights]]
+        candidates: list[Sequence[StoredRows]] = [weights, [BFloat16Rows(weight) for weight in weights]]
         for rows in candidates:
             out_features, in_features = sum(row.shape[0] for row in rows), rows[0].shape[1]
             args = PackedLinearArgs(in_features, out_features, bool(biases), formats_of(rows), dtype, dtype, device.type)

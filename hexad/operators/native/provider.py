@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from hexad.operators.native.library import DTYPES, MAX_PARTS, SOURCES, PackedWeight, probe, require
+from hexad.operators.native.library import BLOCKS, DTYPES, MAX_PARTS, SOURCES, PackedWeight, probe, require
 from hexad.operators.native.stack import bind_stack, prepare_stack, supports_stack
 from hexad.operators.packed import PackedLinearArgs, PackedParams, StoredRows
 from hexad.operators.registry import Kernel, Provider, registry
@@ -26,6 +26,8 @@ def supports_linear(args: PackedLinearArgs) -> list[str]:
         reasons.append(f"joins at most {MAX_PARTS} formats, not {len(formats)}")
     if "float32" in formats or ("bfloat16" in formats and args.dtype == torch.float32):
         reasons.append("plain weights are kept in bfloat16, which serves bfloat16 activations alone")
+    blocks = {name: BLOCKS[name] for name in formats if args.in_features % BLOCKS.get(name, 1)}
+    reasons += [f"{name} comes in blocks of {block} columns, not rows of {args.in_features}" for name, block in blocks.items()]
     padded = -(-args.in_features // 32) * -(-args.out_features // 16) * 512
     if args.format == "bfloat16" and padded > MAX_PADDING * args.in_features * args.out_features:
         reasons.append(f"{args.out_features} x {args.in_features} numbers would be padded to {padded}")
