@@ -95,6 +95,8 @@ class ServerConfig(_Section):
     max_engine_restarts: int = Field(default=5, ge=0)  # within ten minutes
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None  # who signs the certificates of callers
+    ssl_cert_reqs: int | None = Field(default=None, ge=0, le=2)  # 0 none, 1 optional, 2 required; None: 2 with ssl_ca_certs, else 0
     allowed_origins: tuple[str, ...] = ()
     otlp_traces_endpoint: str | None = None  # OTLP over HTTP
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -181,6 +181,8 @@ def uvicorn_config(state: ServerState, server: ServerConfig) -> uvicorn.Config:
         timeout_graceful_shutdown=1,
         ssl_certfile=server.ssl_certfile,
         ssl_keyfile=server.ssl_keyfile,
+        ssl_ca_certs=server.ssl_ca_certs,
+        ssl_cert_reqs=_callers_certificates(server),
     )
 
 
@@ -249,15 +251,34 @@ def _cannot_listen(server: ServerConfig, error: OSError) -> StartupError:
     return StartupError(f"cannot listen on {where} ({error.strerror}): use another --port, 0 picks one")
 
 
+def _callers_certificates(server: ServerConfig) -> ssl.VerifyMode:
+    wanted = server.ssl_cert_reqs
+    return ssl.VerifyMode(wanted if wanted is not None else 2 if server.ssl_ca_certs else 0)
+
+
 def _check_certificate(server: ServerConfig) -> None:
+    """Raises ConfigError: keys, certificates and authorities cannot be used as they are given."""
     if bool(server.ssl_certfile) != bool(server.ssl_keyfile):
         raise ConfigError("server.ssl_certfile and server.ssl_keyfile belong together: give both")
-    if server.ssl_certfile:
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.ssl_certfile, server.ssl_keyfile)
-        except OSError as error:
-            what = f"{server.ssl_certfile!r} with server.ssl_keyfile = {server.ssl_keyfile!r}"
-            raise ConfigError(f"server.ssl_certfile = {what}: {error.strerror or error}") from None
+    if _callers_certificates(server) and not server.ssl_ca_certs:
+        raise ConfigError(f"server.ssl_cert_reqs = {server.ssl_cert_reqs}: it needs --ssl-ca-certs, the authorities to trust")
+    if server.ssl_ca_certs and not server.ssl_certfile:
+        raise ConfigError("server.ssl_ca_certs: callers' certificates need TLS: give --ssl-certfile and --ssl-keyfile, too")
+    if not server.ssl_certfile:
+        return
+
+    def encrypted() -> str:  # without it, a question on the terminal
+        raise ConfigError(f"server.ssl_keyfile = {server.ssl_keyfile!r} is encrypted: give one that is not (openssl pkey)")
+
+    context, what = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), f"server.ssl_certfile = {server.ssl_certfile!r}"
+    what += f" with server.ssl_keyfile = {server.ssl_keyfile!r}"
+    try:
+        context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile, encrypted)
+        if server.ssl_ca_certs:
+            what = f"server.ssl_ca_certs = {server.ssl_ca_certs!r}"
+            context.load_verify_locations(server.ssl_ca_certs)
+    except OSError as error:
+        raise ConfigError(f"{what}: {error.strerror or error}") from None
 
 
 def url_of(sock: socket.socket, server: ServerConfig) -> str:
