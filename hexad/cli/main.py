@@ -10,6 +10,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from hexad import __version__
+from hexad.cli.streams import open_standard_streams
 from hexad.common.errors import HexadError, StartupError
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -80,6 +81,7 @@ def _root(
 
 def main() -> None:
     """Entry point. A mistake of the operator is one message on stderr and exit code 2, never a traceback."""
+    open_standard_streams()
     try:
         app()
     except StartupError as error:

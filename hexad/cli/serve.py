@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from hexad.cli.flags import Settings, with_config
+from hexad.cli.streams import say
 
 if TYPE_CHECKING:
     from hexad.application.api.startup import Opened
@@ -50,7 +51,7 @@ def announce_profile(settings: Settings) -> None:
 
     for key, value, origin in settings.rows():
         if origin.startswith("profile "):
-            print(f"  {key} = {value}: {find_preset(origin.removeprefix('profile ')).reasons[key]}", flush=True)
+            say(f"  {key} = {value}: {find_preset(origin.removeprefix('profile ')).reasons[key]}")
 
 
 class Phases:
@@ -62,7 +63,7 @@ class Phases:
     def __call__(self, progress: Progress) -> None:
         if self._last is not None:
             took_s = progress.elapsed_s - self._last.elapsed_s
-            print(f"  {self._last.phase:<10} {took_s:7.2f} s  {self._last.detail}".rstrip(), flush=True)
+            say(f"  {self._last.phase:<10} {took_s:7.2f} s  {self._last.detail}".rstrip())
         self._last = progress
 
 
@@ -84,8 +85,8 @@ def announce(opened: Opened, url: str) -> None:
         ),
     )
     for name, value in rows:
-        print(f"{name:<10} {value}")
-    print(f"try\n{first_curl(url, state.models[0], chat=state.template is not None, key=bool(state.config.server.api_key))}", flush=True)
+        say(f"{name:<10} {value}")
+    say(f"try\n{first_curl(url, state.models[0], chat=state.template is not None, key=bool(state.config.server.api_key))}")
 
 
 def first_curl(url: str, model: str, *, chat: bool, key: bool) -> str:
