@@ -127,6 +127,7 @@ def limit_table() -> str:
         ("fields of a body", fields.MAX_FIELDS),
         ("request line and headers, bytes", protocol.MAX_HEAD_BYTES),
         ("headers", protocol.MAX_HEADERS),
+        ("pipelined requests that wait", protocol.MAX_PIPELINED),
         ("prompts of a request", prompts.MAX_PROMPTS),
         ("choices of a request (prompts x n)", completions.MAX_CHOICES),
         ("messages", fields.MAX_MESSAGES),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import resource
 import socket
@@ -12,10 +13,11 @@ from typing import Any
 
 import pytest
 import uvloop
-from firing import Bystander, Connection, Watched, generate
+from firing import Bystander, Connection, Watched, generate, get, read_answer
 from tiny_model import served
 
 from hexad.application.api.patience import WriteWatch
+from hexad.application.api.protocol import MAX_PIPELINED
 
 HANDSHAKE = (
     b"GET /v1/completions HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -116,6 +118,33 @@ async def test_a_message_in_many_fragments_is_bounded(tiny: Path) -> None:
             assert b"error" in await reader.readuntil(b"}}")
             other.abort()
         await watched.settle()
+
+
+async def test_pipelined_requests_are_answered_in_order_and_bounded(tiny: Path) -> None:
+    with served(tiny, "--log-level", "error") as process:
+        watched = Watched(process.url, process.process.pid)
+        before = watched.rss_mib()["api"]
+        connection = Connection(process.url)
+        reader, writer = await connection.open()
+        prompts = [f"number {i} " for i in range(MAX_PIPELINED)]
+        writer.write(b"".join(generate(prompt=prompt, echo=True, max_tokens=1) for prompt in prompts))
+        for prompt in prompts:
+            answer = await asyncio.wait_for(read_answer(reader), 20)
+            assert json.loads(answer.body)["choices"][0]["text"].startswith(prompt)
+        async with Bystander(process.url) as bystander:
+            floods = [Connection(process.url) for _ in range(10)]
+            for flood in floods:
+                reader, writer = await flood.open()
+                writer.write(get("/v1/models") * 20_000)
+                seen = b""
+                with contextlib.suppress(ConnectionError):
+                    while piece := await asyncio.wait_for(reader.read(2**16), 20):
+                        seen = (seen + piece)[-1_000:]
+                assert not seen or b"too_many_pipelined" in seen
+        assert watched.rss_mib()["api"] < before + 40
+        assert bystander.complaints == []
+        await watched.settle()
+        await connection.close()
 
 
 class Lost(asyncio.Protocol):

@@ -1,5 +1,5 @@
-"""uvicorn's HTTP protocol with the bounds that it lacks: the size of a request's head, and the patience with callers that do not send or
-do not read. What it refuses by itself is answered in the API's error format.
+"""uvicorn's HTTP protocol with the bounds that it lacks: the size of a request's head, the requests that wait on a connection, and the
+patience with callers that do not send or do not read. What it refuses by itself is answered in the API's error format.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from hexad.common.errors import HexadError, PayloadTooLargeError, RequestError
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 MAX_HEADERS = 128
+MAX_PIPELINED = 16  # requests that wait behind the one that is served: a packet holds thousands, each costs kilobytes
 MIN_BODY_BYTES_PER_S = 16 * 1024  # after the first `read_timeout_s`
 LINGER_S = 2.0  # how long the rest of a body is read after its request has been answered, so that the answer is not lost
 MAX_LINGER_BYTES = 64 * 2**20
@@ -105,6 +106,12 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refusal = RequestError(
+                f"more than {MAX_PIPELINED} requests wait on one connection: read the answers first, or open another one",
+                code="too_many_pipelined",
+            )
+            raise self._refusal
         self._in_head, self._in_body, self._body_bytes = False, True, 0
         self._num_heads += 1
         self._expect()
