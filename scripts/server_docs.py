@@ -8,7 +8,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hexad.application.api import admission, body, completions, fields, limits, prompts, protocol, sampling, schema, websocket
+from hexad.application.api import (
+    admission,
+    body,
+    completions,
+    fields,
+    limits,
+    prompts,
+    protocol,
+    sampling,
+    schema,
+    socket_protocol,
+    websocket,
+)
 from hexad.application.api.app import GET, POST, SOCKETS
 from hexad.application.api.auth import OPEN_PATHS
 from hexad.application.api.errors import MethodNotAllowedError
@@ -140,6 +152,7 @@ def limit_table() -> str:
         ("`priority`", f"±{sampling.MAX_PRIORITY:,}"),
         ("`deadline_s`", sampling.MAX_DEADLINE_S),
         ("WebSocket messages that may wait, bytes together", f"{websocket.MAX_WAITING}, `--max-body-bytes`"),
+        (f"WebSocket frames below {socket_protocol.SMALL_BYTES:,} bytes, a second", socket_protocol.MAX_SMALL_FRAMES_PER_S),
         ("`Retry-After`, seconds", admission.MAX_RETRY_S),
     ]
     return table(("what", "at most"), [(what, f"{most:,.0f}" if isinstance(most, int | float) else most) for what, most in rows])

@@ -23,7 +23,7 @@ HANDSHAKE = (
     b"GET /v1/completions HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
 )
-TEXT, PING = 1, 9
+TEXT, PING, PONG = 1, 9, 10
 
 
 def frame(opcode: int, data: bytes, *, fin: bool = True) -> bytes:
@@ -90,6 +90,33 @@ async def test_pings_without_end_cost_no_memory(tiny: Path) -> None:
         assert bystander.complaints == []
         connection.abort()
         await watched.settle()
+
+
+@pytest.mark.parametrize("opcode", [TEXT, PING, PONG])
+async def test_empty_frames_by_the_ten_thousand_end_the_connection(server: Watched, opcode: int) -> None:
+    before = server.rss_mib()["api"]
+    async with Bystander(server.url) as bystander:
+        for _ in range(5):
+            connection, reader, writer = await upgraded(server.url)
+            await pour(writer, frame(opcode, b"") * 10_000, 2**20)
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), 20)
+            assert writer.is_closing() or reader.at_eof()
+            connection.abort()
+    assert bystander.complaints == []
+    assert server.rss_mib()["api"] < before + 40
+    await server.settle()
+
+
+async def test_a_large_message_in_fragments_is_served(server: Watched) -> None:
+    """Many frames, but large ones."""
+    body = json.dumps({"prompt": "x", "max_tokens": 2, "metadata": {"filler": "y" * 4_000_000}}).encode()
+    pieces = [body[i : i + 1_500] for i in range(0, len(body), 1_500)]
+    connection, reader, writer = await upgraded(server.url)
+    writer.write(frame(TEXT, pieces[0], fin=False))
+    writer.write(b"".join(frame(0, piece, fin=False) for piece in pieces[1:-1]) + frame(0, pieces[-1]))
+    assert b'"choices"' in await asyncio.wait_for(reader.readuntil(b"[DONE]"), 20)
+    connection.abort()
 
 
 async def test_messages_that_wait_are_bounded_in_bytes(tiny: Path) -> None:
