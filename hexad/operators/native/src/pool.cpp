@@ -2,6 +2,10 @@
 
 #include <chrono>
 
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
 namespace hx {
 namespace {
 
@@ -21,9 +25,42 @@ void pause() {
 #endif
 }
 
+int current_core() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+// Moves this thread to `core`, then lets the system choose again.
+void move_to(int core) {
+#if defined(__linux__)
+  cpu_set_t allowed, one;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
+  CPU_ZERO(&one);
+  CPU_SET(core, &one);
+  if (sched_setaffinity(0, sizeof(one), &one) == 0) sched_setaffinity(0, sizeof(allowed), &allowed);
+#else
+  (void)core;
+#endif
+}
+
+bool may_use(int core) {
+#if defined(__linux__)
+  cpu_set_t allowed;
+  return core < CPU_SETSIZE && sched_getaffinity(0, sizeof(allowed), &allowed) == 0 && CPU_ISSET(core, &allowed);
+#else
+  (void)core;
+  return false;
+#endif
+}
+
 }  // namespace
 
 Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads) {
+  cores_.reset(new std::atomic<int>[threads_]);
+  for (int thread = 0; thread < threads_; ++thread) cores_[thread].store(-1);
   for (int thread = 1; thread < threads_; ++thread) workers_.emplace_back([this, thread] { work(thread); });
 }
 
@@ -49,6 +86,7 @@ void Pool::run(int chunks, Function function, void* context) {
     for (int chunk = 0; chunk < chunks; ++chunk) function(context, chunk, 0);
     return;
   }
+  cores_[0].store(current_core(), std::memory_order_relaxed);
   function_ = function;
   context_ = context;
   done_.store(0, std::memory_order_relaxed);
@@ -74,11 +112,31 @@ void Pool::run(int chunks, Function function, void* context) {
   }
 }
 
+// Two threads of the pool never stay on one core while there is a core without one.
+void Pool::part(int thread) {
+  const int core = current_core();
+  cores_[thread].store(core, std::memory_order_relaxed);
+  bool shared = false;
+  for (int other = 0; other < thread; ++other) shared = shared || cores_[other].load(std::memory_order_relaxed) == core;
+  if (!shared || core < 0) return;
+  const int cores = static_cast<int>(std::thread::hardware_concurrency());
+  for (int step = 1; step < cores; ++step) {
+    const int wanted = (core + step) % cores;
+    bool taken = !may_use(wanted);
+    for (int other = 0; other < threads_ && !taken; ++other) taken = cores_[other].load(std::memory_order_relaxed) == wanted;
+    if (taken) continue;
+    move_to(wanted);
+    cores_[thread].store(wanted, std::memory_order_relaxed);
+    return;
+  }
+}
+
 void Pool::work(int thread) {
-  int idle = 0;
+  int idle = 1;
   while (!stop_.load(std::memory_order_relaxed)) {
     int chunk = 0;
     if (claim(&chunk)) {
+      if (idle != 0) part(thread);
       function_(context_, chunk, thread);
       done_.fetch_add(1, std::memory_order_release);
       idle = 0;
@@ -86,7 +144,7 @@ void Pool::work(int thread) {
       pause();
     } else {
       sleep();
-      idle = 0;
+      idle = 1;
     }
   }
 }

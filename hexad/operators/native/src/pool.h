@@ -1,10 +1,12 @@
 // One pool of threads for everything in this library. A phase is a number of chunks that threads claim one by one; it ends when all
 // chunks are done, not when all threads have come by, so that a thread which the system has taken off its core delays nobody unless it
-// holds a chunk. Waiting threads spin briefly, then sleep.
+// holds a chunk. Waiting threads spin briefly, then sleep. A thread that wakes on the core of another thread of the pool moves to a free
+// one: phases are too short for the system to notice, and it has been seen to leave both on one core for minutes.
 #pragma once
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -33,6 +35,7 @@ class Pool {
  private:
   bool claim(int* chunk);
   void work(int thread);
+  void part(int thread);
   void sleep();
 
   // [phase 24 bits | chunks 20 bits | next chunk 20 bits]: a claim of a chunk and the check that it exists are one operation, and a
@@ -44,6 +47,7 @@ class Pool {
   Function function_ = nullptr;
   void* context_ = nullptr;
   uint64_t phase_ = 0;
+  std::unique_ptr<std::atomic<int>[]> cores_;  // where each thread was last seen; -1: nowhere yet
   int threads_;
   std::mutex mutex_;
   std::condition_variable wake_;
