@@ -152,6 +152,7 @@ def limit_table() -> str:
         ("`priority`", f"±{sampling.MAX_PRIORITY:,}"),
         ("`deadline_s`", sampling.MAX_DEADLINE_S),
         ("WebSocket messages that may wait, bytes together", f"{websocket.MAX_WAITING}, `--max-body-bytes`"),
+        (f"chunks of a body below {protocol.SMALL_BYTES} bytes, a second", protocol.MAX_SMALL_PIECES_PER_S),
         (f"WebSocket frames below {socket_protocol.SMALL_BYTES:,} bytes, a second", socket_protocol.MAX_SMALL_FRAMES_PER_S),
         ("`Retry-After`, seconds", admission.MAX_RETRY_S),
     ]

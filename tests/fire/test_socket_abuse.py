@@ -174,6 +174,23 @@ async def test_pipelined_requests_are_answered_in_order_and_bounded(tiny: Path) 
         await connection.close()
 
 
+async def test_a_body_in_chunks_of_one_byte(server: Watched) -> None:
+    """A few are served, an endless stream of them is cut off: each costs the event loop as much as a large one."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    answer = await server.ask(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+    assert answer.status == 200
+    async with Bystander(server.url) as bystander:
+        for _ in range(5):
+            connection = Connection(server.url)
+            answer = await connection.send([head, b"1\r\n \r\n" * 40_000])
+            assert answer.status in (0, 400)  # who still sends when it is closed may miss the answer
+            assert answer.status == 0 or answer.error()["code"] == "chunks_too_small"
+            await connection.close()
+    assert bystander.complaints == []
+    await server.settle()
+
+
 class Lost(asyncio.Protocol):
     """A connection of ours with a watch, and whether it has ended."""
 

@@ -1,8 +1,24 @@
-"""How long a connection waits for a peer that takes nothing of what is sent to it."""
+"""How long a connection waits for a peer that takes nothing of what is sent to it, and how many small things it takes from one."""
 
 from __future__ import annotations
 
 import asyncio
+
+
+class PerSecond:
+    """Counts what costs the event loop more than its bytes say."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._began_s = 0.0
+        self._count = 0
+
+    def too_many(self, now_s: float) -> bool:
+        """Count one; True when more than the limit came within a second."""
+        if now_s - self._began_s > 1.0:
+            self._began_s, self._count = now_s, 0
+        self._count += 1
+        return self._count > self._limit
 
 
 class WriteWatch:

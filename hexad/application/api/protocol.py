@@ -11,12 +11,14 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from hexad.application.api import wire
-from hexad.application.api.patience import WriteWatch
+from hexad.application.api.patience import PerSecond, WriteWatch
 from hexad.common.errors import HexadError, PayloadTooLargeError, RequestError
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 MAX_HEADERS = 128
 MAX_PIPELINED = 16  # requests that wait behind the one that is served: a packet holds thousands, each costs kilobytes
+MAX_SMALL_PIECES_PER_S = 5_000  # pieces of a body below SMALL_BYTES: in chunks of one byte it would occupy the event loop
+SMALL_BYTES = 64
 MIN_BODY_BYTES_PER_S = 16 * 1024  # after the first `read_timeout_s`
 LINGER_S = 2.0  # how long the rest of a body is read after its request has been answered, so that the answer is not lost
 MAX_LINGER_BYTES = 64 * 2**20
@@ -60,6 +62,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     _reading: asyncio.TimerHandle | None = None  # the limit on what is being received
     _watch: WriteWatch
+    _small_pieces: PerSecond
     _in_head = True
     _in_body = False
     _num_heads = 0  # complete ones
@@ -73,6 +76,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._small_pieces = PerSecond(MAX_SMALL_PIECES_PER_S)
         self._watch = WriteWatch(self.loop, transport, self.write_timeout_s)
         self._expect()
 
@@ -112,12 +116,18 @@ class GuardedProtocol(HttpToolsProtocol):
                 code="too_many_pipelined",
             )
             raise self._refusal
-        self._in_head, self._in_body, self._body_bytes = False, True, 0
         self._num_heads += 1
         self._expect()
-        super().on_headers_complete()
+        super().on_headers_complete()  # may raise: then no cycle was made for this head
+        self._in_head, self._in_body, self._body_bytes = False, True, 0
 
     def on_body(self, body: bytes) -> None:
+        if len(body) < SMALL_BYTES and self._small_pieces.too_many(self.loop.time()):
+            self._refusal = RequestError(
+                f"the body came in more than {MAX_SMALL_PIECES_PER_S:,} chunks a second below {SMALL_BYTES} bytes: send larger ones",
+                code="chunks_too_small",
+            )
+            raise self._refusal
         self._body_bytes += len(body)
         super().on_body(body)
         if self.cycle.response_complete:
@@ -172,7 +182,9 @@ class GuardedProtocol(HttpToolsProtocol):
         """Answer, unless an answer has begun, and close."""
         if self.transport.is_closing():
             return
-        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+        cycle = self.cycle
+        # In the rest of a body whose request has its answer, a second answer would be nobody's.
+        if cycle is None or not cycle.response_started or (cycle.response_complete and not self._in_body):
             body = wire.encode(error.body())
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + body)

@@ -10,7 +10,7 @@ from typing import Any
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 
-from hexad.application.api.patience import WriteWatch
+from hexad.application.api.patience import PerSecond, WriteWatch
 
 MAX_SMALL_FRAMES_PER_S = 2_000
 SMALL_BYTES = 1_024
@@ -41,11 +41,11 @@ class GuardedSocket(WebSocketsSansIOProtocol):
     write_timeout_s = 60.0
 
     _watch: WriteWatch
-    _second_s = 0.0  # when the second began in which frames are counted
-    _num_frames = 0
+    _small_frames: PerSecond
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self._small_frames = PerSecond(MAX_SMALL_FRAMES_PER_S)
         self._watch = WriteWatch(self.loop, self.transport, self.write_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -81,11 +81,7 @@ class GuardedSocket(WebSocketsSansIOProtocol):
     def _count(self, frame: Frame | None) -> None:
         if frame is not None and len(frame.data) >= SMALL_BYTES:
             return
-        now_s = self.loop.time()
-        if now_s - self._second_s > 1.0:
-            self._second_s, self._num_frames = now_s, 0
-        self._num_frames += 1
-        if self._num_frames > MAX_SMALL_FRAMES_PER_S and not self.close_sent:
+        if self._small_frames.too_many(self.loop.time()) and not self.close_sent:
             self.conn.send_close(TOO_MANY, "too many frames")
             self.handle_parser_exception()  # says so to the application, and closes
 
