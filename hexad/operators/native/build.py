@@ -27,15 +27,28 @@ COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT_S = 300.0
 
 _COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-pthread")
-_WARNINGS = ("-Wall", "-Wextra", "-Wno-psabi", "-Wno-ignored-attributes", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
+_WARNINGS = (
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+    "-Wno-ignored-attributes",
+    "-Wno-uninitialized",
+    "-Wno-unknown-warning-option",  # clang does not know the next one
+    "-Wno-maybe-uninitialized",
+)
 _AVX512 = ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-_TARGETS: dict[str, tuple[str, ...]] = {
-    "portable": ("-O2",),  # -O3 takes three times as long to compile
-    "avx2": ("-O2", "-mavx2", "-mfma", "-mf16c"),
-    "avx512": _AVX512,
-    "avx512bf16": (*_AVX512, "-mavx512bf16"),
-    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+_PORTABLE: dict[str, tuple[str, ...]] = {"portable": ("-O2",)}  # -O3 takes three times as long to compile
+_TARGETS: dict[str, dict[str, tuple[str, ...]]] = {  # machine type -> instruction set -> flags
+    "x86_64": {
+        **_PORTABLE,
+        "avx2": ("-O2", "-mavx2", "-mfma", "-mf16c"),
+        "avx512": _AVX512,
+        "avx512bf16": (*_AVX512, "-mavx512bf16"),
+        "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    },
+    "aarch64": {**_PORTABLE, "neon": ()},
 }
+_MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}  # other names of theirs
 _NEEDS = {  # as the system names them, best first
     "amx": {"amx_bf16", "amx_tile", "avx512_bf16", "avx512bw", "avx512vl", "avx512dq"},
     "avx512bf16": {"avx512_bf16", "avx512bw", "avx512vl", "avx512dq"},
@@ -85,14 +98,25 @@ def _cache() -> Path:
     return Path(os.environ.get("HEXAD_CACHE") or Path.home() / ".cache" / "hexad").expanduser() / "native"
 
 
+def _machine() -> str:
+    return _MACHINES.get(platform.machine(), platform.machine())
+
+
+def targets(machine: str) -> dict[str, tuple[str, ...]]:
+    """Flags of each instruction set of a machine type, the plainest first."""
+    return _TARGETS.get(machine, _PORTABLE)
+
+
 def _chosen(isa: str) -> tuple[str, ...]:
     """Instruction sets to compile. One suffices, and each costs seconds of the first start."""
-    on_x86 = platform.machine() in ("x86_64", "AMD64")
+    machine = _machine()
     if isa == ALL:
-        return tuple(_TARGETS) if on_x86 else ("portable",)
-    if isa in _TARGETS:
+        return tuple(targets(machine))
+    if isa in targets(machine):
         return (isa,)
-    found = _processor_flags() if on_x86 else set()
+    if machine != "x86_64":
+        return (list(targets(machine))[-1],)
+    found = _processor_flags()
     return (next((name for name, needed in _NEEDS.items() if needed <= found), "portable"),)
 
 
@@ -112,29 +136,32 @@ def _key(compiler: str, isas: tuple[str, ...], flags: tuple[str, ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _units(isas: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+def _units(machine: str, isas: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """Translation units and the flags of each: an instruction set's code must not leak into another's. The slowest come first."""
     defines = tuple(f"-DHX_WITH_{isa.upper()}" for isa in isas)
     common = {
         path.stem: defines if path.stem == "api" else () for path in sorted(SOURCES.glob("*.cpp")) if not path.stem.startswith("isa_")
     }
-    return {f"isa_{isa}": _TARGETS[isa] for isa in isas} | common
+    return {f"isa_{isa}": targets(machine)[isa] for isa in isas} | common
+
+
+def commands(compiler: Sequence[str], machine: str, isas: tuple[str, ...], flags: tuple[str, ...], folder: Path) -> list[list[str]]:
+    """What compiles each translation unit for `machine`; its object, in `folder`, is the last word."""
+    return [
+        [*compiler, *_COMMON, *_WARNINGS, *flags, *extra, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(folder / f"{name}.o")]
+        for name, extra in _units(machine, isas).items()
+    ]
 
 
 def _build(compiler: str, isas: tuple[str, ...], flags: tuple[str, ...], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as folder:
-        units = _units(isas)
-        objects = [Path(folder) / f"{name}.o" for name in units]
+        units = commands([compiler], _machine(), isas, flags, Path(folder))
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            jobs = [
-                pool.submit(_call, [compiler, *_COMMON, *_WARNINGS, *flags, *extra, "-c", str(SOURCES / f"{name}.cpp"), "-o", str(out)])
-                for (name, extra), out in zip(units.items(), objects, strict=True)
-            ]
-            for job in jobs:
+            for job in [pool.submit(_call, unit) for unit in units]:
                 job.result()
         library = Path(folder) / target.name
-        _call([compiler, "-shared", "-pthread", *flags, *map(str, objects), "-o", str(library)])
+        _call([compiler, "-shared", "-pthread", *flags, *(unit[-1] for unit in units), "-o", str(library)])
         library.replace(target)
 
 

@@ -1,6 +1,6 @@
 """The native library through ctypes: load it once, choose an instruction set, pack weights, multiply.
 
-HEXAD_NATIVE_ISA: portable | avx2 | avx512 | avx512bf16 | amx forces an instruction set, all compiles every one and takes the best
+HEXAD_NATIVE_ISA: portable | avx2 | avx512 | avx512bf16 | amx | neon forces an instruction set, all compiles every one and takes the best
 (tests), off disables the library, empty compiles and takes the best alone. HEXAD_NATIVE_LIBRARY: a library built elsewhere (with
 sanitizers, or for another machine).
 

@@ -16,6 +16,9 @@ namespace hx {
 #ifdef HX_WITH_PORTABLE
 namespace portable { extern const Kernels kernels; }
 #endif
+#ifdef HX_WITH_NEON
+namespace neon { extern const Kernels kernels; }
+#endif
 #ifdef HX_WITH_AVX2
 namespace avx2 { extern const Kernels kernels; }
 #endif
@@ -59,6 +62,9 @@ int available(const Kernels** found) {
 #endif
 #ifdef HX_WITH_PORTABLE
   found[count++] = &portable::kernels;
+#endif
+#ifdef HX_WITH_NEON
+  found[count++] = &neon::kernels;  // every processor of 64-bit ARM has it
 #endif
 #ifdef HX_WITH_AVX2
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found[count++] = &avx2::kernels;

@@ -11,28 +11,28 @@ static inline void transpose_words(u16v* rows) {  // 16 x 16
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) {  // 8 apart
     const u16v a = rows[i & 7], b = rows[(i & 7) + 8];
-    other[i] = i < 8 ? __builtin_shuffle(a, b, (i16v){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23})
-                     : __builtin_shuffle(a, b, (i16v){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
+    other[i] = i < 8 ? HX_SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+                     : HX_SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
   }
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) {  // 4 apart
     const int base = (i & 8) | (i & 3);
     const u16v a = other[base], b = other[base + 4];
-    rows[i] = i & 4 ? __builtin_shuffle(a, b, (i16v){4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31})
-                    : __builtin_shuffle(a, b, (i16v){0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27});
+    rows[i] = i & 4 ? HX_SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31)
+                    : HX_SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
   }
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) {  // 2 apart
     const int base = (i & 12) | (i & 1);
     const u16v a = rows[base], b = rows[base + 2];
-    other[i] = i & 2 ? __builtin_shuffle(a, b, (i16v){2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31})
-                     : __builtin_shuffle(a, b, (i16v){0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29});
+    other[i] = i & 2 ? HX_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+                     : HX_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
   }
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) {  // neighbours
     const u16v a = other[i & 14], b = other[(i & 14) + 1];
-    rows[i] = i & 1 ? __builtin_shuffle(a, b, (i16v){1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31})
-                    : __builtin_shuffle(a, b, (i16v){0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30});
+    rows[i] = i & 1 ? HX_SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31)
+                    : HX_SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
   }
 }
 
@@ -107,7 +107,7 @@ static inline void hide(const AttentionTask& t, int base, int from, int to, i16v
   const i16v first_key = t.window > 0 ? last_key - (t.window - 1) : i16v{};
   for (int j = from; j < to; ++j) {
     const i16v key = i16v{} + (base + j);
-    store(scores + 16 * j, (key <= last_key) & (key >= first_key) ? load(scores + 16 * j) : splat(kHidden));
+    store(scores + 16 * j, ((key <= last_key) & (key >= first_key)) ? load(scores + 16 * j) : splat(kHidden));
   }
 }
 

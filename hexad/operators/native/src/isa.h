@@ -1,10 +1,12 @@
 // The body of one instruction set: compiled several times with other flags, each time into a namespace of its own (HX_ISA).
-// HX_AVX512, HX_BF16 and HX_AMX say what may be used by name.
+// HX_AVX512, HX_BF16, HX_AMX and HX_NEON say what may be used by name.
 #include <cmath>
 #include <cstring>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "weight.h"

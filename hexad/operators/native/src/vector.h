@@ -58,6 +58,15 @@ static inline f16v from_bf16(const uint16_t* p) {
 static inline f16v from_f16(const void* p) {
 #if HX_AVX512
   return (f16v)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif HX_NEON
+  f16v wide;
+  for (int i = 0; i < 4; ++i) {
+    float16x4_t half;
+    memcpy(&half, static_cast<const uint8_t*>(p) + 8 * i, 8);
+    const float32x4_t part = vcvt_f32_f16(half);
+    memcpy(reinterpret_cast<uint8_t*>(&wide) + 16 * i, &part, 16);
+  }
+  return wide;
 #else
   const u16v bits = load_halves(p);
   const f16v magnitude = (f16v)((bits & 0x7fff) << 13) * 0x1p112f;
@@ -87,9 +96,24 @@ static inline void store_bf16(uint16_t* p, f16v v) {
 #endif
 }
 
+#if HX_NEON
+struct Quarters {
+  float32x4_t part[4];
+};
+
+static inline Quarters quarters(f16v v) {
+  Quarters q;
+  memcpy(&q, &v, 64);
+  return q;
+}
+#endif
+
 static inline float sum(f16v v) {
 #if HX_AVX512
   return _mm512_reduce_add_ps((__m512)v);
+#elif HX_NEON
+  const Quarters q = quarters(v);
+  return vaddvq_f32(vaddq_f32(vaddq_f32(q.part[0], q.part[1]), vaddq_f32(q.part[2], q.part[3])));
 #else
   float total = 0;
   for (int i = 0; i < 16; ++i) total += v[i];
@@ -100,6 +124,9 @@ static inline float sum(f16v v) {
 static inline float largest(f16v v) {
 #if HX_AVX512
   return _mm512_reduce_max_ps((__m512)v);
+#elif HX_NEON
+  const Quarters q = quarters(v);
+  return vmaxvq_f32(vmaxq_f32(vmaxq_f32(q.part[0], q.part[1]), vmaxq_f32(q.part[2], q.part[3])));
 #else
   float best = v[0];
   for (int i = 1; i < 16; ++i) best = v[i] > best ? v[i] : best;
@@ -152,24 +179,30 @@ static inline f16v activate(f16v x, int activation) {
   return x;
 }
 
+#if defined(__clang__)
+#define HX_SHUFFLE(u, v, ...) __builtin_shufflevector(u, v, __VA_ARGS__)
+#else
+#define HX_SHUFFLE(u, v, ...) __builtin_shuffle(u, v, (i16v){__VA_ARGS__})
+#endif
+
 // Sums of 16 vectors as one vector: lane j is the sum of rows[j].
 static inline f16v sums_of(const f16v* rows) {
   f16v a[8], b[4], c[2];
   for (int i = 0; i < 8; ++i) {
     const f16v u = rows[2 * i], v = rows[2 * i + 1];
-    a[i] = __builtin_shuffle(u, v, (i16v){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}) +
-           __builtin_shuffle(u, v, (i16v){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
+    a[i] = HX_SHUFFLE(u, v, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           HX_SHUFFLE(u, v, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
   }
   for (int i = 0; i < 4; ++i) {
     const f16v u = a[2 * i], v = a[2 * i + 1];
-    b[i] = __builtin_shuffle(u, v, (i16v){0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}) +
-           __builtin_shuffle(u, v, (i16v){4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31});
+    b[i] = HX_SHUFFLE(u, v, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           HX_SHUFFLE(u, v, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
   }
   for (int i = 0; i < 2; ++i) {
     const f16v u = b[2 * i], v = b[2 * i + 1];
-    c[i] = __builtin_shuffle(u, v, (i16v){0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29}) +
-           __builtin_shuffle(u, v, (i16v){2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31});
+    c[i] = HX_SHUFFLE(u, v, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+           HX_SHUFFLE(u, v, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
   }
-  return __builtin_shuffle(c[0], c[1], (i16v){0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}) +
-         __builtin_shuffle(c[0], c[1], (i16v){1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31});
+  return HX_SHUFFLE(c[0], c[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         HX_SHUFFLE(c[0], c[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
