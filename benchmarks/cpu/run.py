@@ -117,14 +117,20 @@ def load(url: str, model: Path, out: Path, name: str, *flags: str) -> Figures:
     return metrics
 
 
-def server_figures(url: str, model: Path, out: Path, name: str, seed: int) -> Figures:
-    flags = ("--seed", str(seed))
-    one = load(url, model, out, f"{name}-one", "--concurrency", "1", "--requests", "6", "--input-len", "128", "--output-len", "128", *flags)
+def server_figures(url: str, model: Path, out: Path, name: str, turn: int) -> Figures:
+    def measured(part: str, *flags: str) -> Figures:
+        seed = 10 * turn + len(seeds)  # another one each time: the shorter prompts of a seed begin the longer ones, and caches know them
+        seeds.append(seed)
+        return load(url, model, out, f"{name}-{part}", *flags, "--seed", str(seed))
+
+    seeds: list[int] = []
+    streams = ("--input-len", "128", "--output-len", "128")
     many = [part for count in SWEEP for part in ("--concurrency", str(count))]
-    sweep = load(url, model, out, f"{name}-sweep", *many, "--input-len", "128", "--output-len", "128", "--requests", "32", *flags)
-    single = ("--concurrency", "1", "--requests", "7", "--output-len", "1", *flags)
-    middle = load(url, model, out, f"{name}-512", "--input-len", "512", *single)
-    long = load(url, model, out, f"{name}-1024", "--input-len", "1024", *single)
+    single = ("--concurrency", "1", "--requests", "7", "--output-len", "1")
+    one = measured("one", "--concurrency", "1", "--requests", "6", *streams)
+    sweep = measured("sweep", *many, "--requests", "32", *streams)
+    middle = measured("512", "--input-len", "512", *single)
+    long = measured("1024", "--input-len", "1024", *single)
     return {
         "decode_tok_s": 1e3 / one["tpot_ms"]["1"]["p50"],
         "stream_tok_s": one["output_tok_s"]["1"],
