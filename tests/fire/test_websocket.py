@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,27 @@ async def test_b36_closing_aborts(tiny: Path) -> None:
             else:
                 socket.transport.abort()
             await watched.settle(3)
+
+
+async def test_the_engine_dies_and_the_connection_lives(tiny: Path) -> None:
+    """One error ends the request; the same connection goes on with the next engine."""
+    with served(tiny, "--device", "fake:0.02", "--log-level", "error") as process:
+        watched = Watched(process.url, process.process.pid)
+        async with connect(address(process.url)) as socket:
+            asking = asyncio.create_task(ask(socket, {"prompt": "x", "max_tokens": 900, "n": 2, "ignore_eos": True}))
+            async with asyncio.timeout(20):
+                while not (await watched.load())["num_running"]:
+                    await asyncio.sleep(0.02)
+            pid = watched.engine_pid()
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            chunks = await asking
+            assert chunks[-1]["error"]["code"] == "engine_dead"
+            assert sum("error" in chunk for chunk in chunks) == 1
+            await watched.wait_status("/health/ready", 200, 60)
+            again = await ask(socket, {"prompt": "x", "max_tokens": 3, "ignore_eos": True})
+            assert again[-1]["choices"][0]["finish_reason"] == "length"
+        await watched.settle()
 
 
 async def flood(socket: ClientConnection) -> None:
