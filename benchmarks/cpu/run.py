@@ -180,7 +180,8 @@ def in_process(python: str, peer: str, model: str, threads: int, out: Path, name
     if process.returncode:
         raise SystemExit(f"{peer} ended with {process.returncode}: see {log.name}")
     (out / f"{name}.out").write_text(said)
-    return {**json.loads(said.strip().splitlines()[-1]), **found}
+    line = next(line for line in said.splitlines() if line.startswith("{"))  # libraries print, too
+    return {**json.loads(line), **found}
 
 
 def peers_of(options: argparse.Namespace, model: Path) -> dict[str, Any]:
