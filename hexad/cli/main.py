@@ -31,6 +31,7 @@ COMMANDS: dict[str, Lazy] = {
     "models": Lazy("hexad.cli.models:app", "List the models in the local cache."),
     "config": Lazy("hexad.cli.config:app", "Show the resolved configuration and where each value comes from."),
     "plan": Lazy("hexad.cli.plan:app", "Say whether a model fits a machine, and how fast it can be at best."),
+    "warm": Lazy("hexad.cli.warm:app", "Compile kernels ahead of the first start, with or without the GPU."),
     "bench": Lazy("hexad.bench.cli:app", "Measure a server or an engine."),
     "doctor": Lazy("hexad.cli.doctor:app", "Check this machine: devices, libraries, limits."),
     "version": Lazy("hexad.cli.version:app", "Print the version and what it runs on."),

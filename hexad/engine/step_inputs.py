@@ -56,9 +56,12 @@ def _send(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torc
     """The arrays (one dtype) on `device`, packed into one transfer."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    sizes = [array.size for array in arrays]
+    # each starts at a multiple of 16 bytes: kernels are compiled once more for pointers that do not
+    each = 16 // arrays[0].itemsize
+    sizes = [-(-array.size // each) * each for array in arrays]
     # pinned memory comes from torch's caching allocator, which reuses a buffer only after the copy from it is done
-    staging = torch.empty(sum(sizes), dtype=torch.from_numpy(arrays[0]).dtype, pin_memory=True)
-    np.concatenate([array.reshape(-1) for array in arrays], out=staging.numpy())
+    staging = torch.empty(sum(sizes), dtype=torch.from_numpy(arrays[0]).dtype, pin_memory=device.type == "cuda")
+    for place, array in zip(np.split(staging.numpy(), np.cumsum(sizes)[:-1]), arrays, strict=True):
+        place[: array.size] = array.reshape(-1)
     parts = torch.split(staging.to(device, non_blocking=True), sizes)
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+    return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]

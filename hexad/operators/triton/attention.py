@@ -15,7 +15,7 @@ from hexad.operators.batch import AttentionBatch, KVPages
 from hexad.operators.registry import Kernel
 from hexad.operators.triton.cascade import shared_kernel
 from hexad.operators.triton.decode import ITEM_FIELDS, combine_kernel, decode_kernel, plan_kernel
-from hexad.operators.triton.launch import Launcher, Target, pow2, target
+from hexad.operators.triton.launch import Launcher, Target, capturing, pow2, target
 from hexad.operators.triton.prefill import prefill_kernel
 from hexad.operators.triton.prefill_hopper import PIECE, QUERIES, STAGES, page_layout, prefill_hopper_kernel
 
@@ -195,7 +195,7 @@ class _Layout:
         While a graph is captured the plan must be part of it, so one made before does not serve.
         """
         device = batch.seq_lens.device
-        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        captured = capturing(device)
         tile, window = self.decode_tiles.tile, self.args.window
         splits: dict[tuple, Split] = batch.scratch.setdefault("triton.splits", {})
         shared = self.cascades(batch)

@@ -8,6 +8,8 @@ it hands raw pointers to the compiled kernel.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -39,9 +41,36 @@ class Target:
         return self.capability >= 90
 
 
-@cache
+Grid = tuple[int, int, int]
+Gather = Callable[["Launcher", Grid, tuple[Any, ...]], None]
+_assumed: tuple[Target, Gather] | None = None
+
+
 def target() -> Target:
-    """The current card. HEXAD_TRITON_ARCH=80 keeps kernels off newer instructions, to test the paths of older cards."""
+    """The current card, or the one that is assumed."""
+    return _current() if _assumed is None else _assumed[0]
+
+
+@contextmanager
+def assuming(on: Target, gather: Gather) -> Iterator[None]:
+    """While this lasts kernels are bound for `on`, and `gather` gets what would be launched. For the whole process."""
+    global _assumed, _DIRECT
+    assert _assumed is None, "one card at a time"
+    before, _assumed, _DIRECT = _DIRECT, (on, gather), False
+    try:
+        yield
+    finally:
+        _assumed, _DIRECT = None, before
+
+
+def capturing(device: torch.device) -> bool:
+    """The current stream is being captured into a graph."""
+    return device.type == "cuda" and _assumed is None and torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def _current() -> Target:
+    """HEXAD_TRITON_ARCH=80 keeps kernels off newer instructions, to test the paths of older cards."""
     if INTERPRETED or not torch.cuda.is_available():
         return Target(0, 4, "interpreter")  # few programs: they run one after another
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -68,6 +97,15 @@ class Launcher:
 
     __slots__ = ("_constants", "_kernel", "_options", "_ready", "_values", "pdl")
 
+    @property
+    def name(self) -> str:
+        return str(self._kernel.__name__)
+
+    @property
+    def variant(self) -> tuple[Any, ...]:
+        """What tells its compiled code from that of other launchers, runtime arguments aside."""
+        return id(self._kernel), tuple(self._constants.items()), tuple(self._options.items())
+
     def __init__(self, kernel: Any, constants: dict[str, Any], *, num_warps: int = 4, num_stages: int = 1, pdl: bool = False) -> None:
         self._kernel = kernel
         self._constants = constants
@@ -76,9 +114,12 @@ class Launcher:
         self.pdl = pdl
         self._ready: dict[Any, tuple[Any, Any, Any]] = {}  # (device, misaligned arguments) -> launch, function, metadata
 
-    def __call__(self, grid: tuple[int, int, int], *args: Any, serial: bool = False) -> None:
+    def __call__(self, grid: Grid, *args: Any, serial: bool = False) -> None:
         """Launch on the current stream. `serial` keeps this launch from starting before its predecessor is done."""
         if not _DIRECT:
+            if _assumed is not None:
+                _assumed[1](self, grid, args)
+                return
             options = self._options | {"launch_pdl": self.pdl and not serial}
             self._kernel[grid](*args, **self._constants, **({} if INTERPRETED else options))
             return
@@ -98,12 +139,17 @@ class Launcher:
         pdl = self.pdl and not serial
         launch(*grid, stream, function, False, pdl, None, None, metadata, None, None, None, *raw, *self._values)
 
-    def _load(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    def _load(self, grid: Grid, args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         """Compile (or find in Triton's cache) the variant for these arguments and load it on the current device."""
-        compiled = self._kernel.warmup(*args, grid=grid, **self._constants, **self._options)
+        compiled = self.compile_for(grid, args)
         launcher = compiled.run  # loads the module
         assert not launcher.global_scratch_size and not launcher.profile_scratch_size, "kernels here need no scratch memory"
         return launcher.launch, compiled.function, compiled.packed_metadata
+
+    def compile_for(self, grid: Grid, args: tuple[Any, ...]) -> CompiledKernel:
+        """The variant for these arguments, from Triton's cache or compiled."""
+        made: CompiledKernel = self._kernel.warmup(*args, grid=grid, **self._constants, **self._options)
+        return made
 
     def compile(self, types: list[str], capability: int) -> CompiledKernel:
         """Compile for a card that need not be here. `types` are Triton's names for the runtime arguments ("*bf16", "i32",

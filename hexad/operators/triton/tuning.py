@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
+CAPABILITIES = {"NVIDIA H200": 90}  # of the cards in the table
 BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # rows; above the last the library's GEMM serves
 
 
@@ -33,6 +34,11 @@ def table() -> dict[str, dict[str, dict[str, list]]]:
     text = files("hexad.operators.triton").joinpath("tuning.json").read_text()
     loaded: dict[str, dict[str, dict[str, list]]] = json.loads(text)
     return loaded
+
+
+def tuned_cards(capability: int) -> list[str]:
+    """Names of the cards of one compute capability that the table has."""
+    return [name for name in table() if CAPABILITIES[name] == capability]
 
 
 def bucket(rows: int) -> int | None:
