@@ -46,6 +46,7 @@ HELP: dict[str, str] = {
     "scheduler.async_scheduling": "Plan a step while the one before computes.",
     "device.device": "auto, cpu, cuda or cuda:N.",
     "device.threads": "CPU threads.",
+    "device.cpu_pin": "Cores that the CPU threads keep to, one each, e.g. 0-3,8.",
     "device.enforce_eager": "No CUDA graphs.",
     "device.operators": "Force providers, e.g. attention=torch.",
     "device.determinism": "Batch-invariant kernels only.",

@@ -66,6 +66,7 @@ class DeviceConfig(_Section):
 
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     threads: int | None = Field(default=None, ge=1)  # CPU threads
+    cpu_pin: str | None = None  # cores that CPU threads keep to, one each: "0-3,8"; None: the system moves them
     enforce_eager: bool = False  # no CUDA graphs
     operators: dict[str, str] = {}  # force a provider: {"attention": "torch"}
     determinism: bool = False  # batch-invariant kernels only

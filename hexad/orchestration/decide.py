@@ -8,6 +8,7 @@ from typing import Any
 from hexad.common.config import HexadConfig
 from hexad.common.errors import ConfigError, OutOfMemoryError
 from hexad.engine.plan import KVBudget, KVLayout
+from hexad.hardware.cores import pinned_cores
 from hexad.hardware.machine import Machine
 from hexad.models.spec import ModelSpec
 from hexad.orchestration.sizing import longest_sequence
@@ -72,9 +73,15 @@ def resolve(config: HexadConfig, spec: ModelSpec, machine: Machine) -> tuple[Hex
         processor = machine.processor
         cores = min(processor.cores, processor.cores_physical or processor.cores)
         kv_bytes = int(min(CPU_KV_CAP_BYTES, CPU_KV_SHARE * processor.memory_available_bytes))
-        values.append(("device.threads", cores, "usable physical cores"))
+        if config.device.cpu_pin is None:
+            values.append(("device.threads", cores, "usable physical cores"))
+        else:
+            pinned = pinned_cores(config.device.cpu_pin, config.device.threads)
+            values.append(("device.threads", len(pinned), "one for each core of device.cpu_pin"))
         reason = f"{CPU_KV_SHARE:.0%} of free memory, at most {CPU_KV_CAP_BYTES // GIB} GiB"
         values.append(("cache.kv_cache_memory_bytes", kv_bytes, reason))
+    elif config.device.cpu_pin is not None:
+        raise ConfigError(f"device.cpu_pin = {config.device.cpu_pin!r} pins CPU threads, and the device is {device.value}: leave it out")
     flat = _flat(config)
     decisions += [Decision(key, value, reason) for key, value, reason in values if flat[key] is None]
     resolved = config.with_values({decision.key: decision.value for decision in decisions})

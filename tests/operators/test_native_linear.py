@@ -112,6 +112,23 @@ def test_threads_change_nothing(make, monkeypatch) -> None:
             assert all(torch.equal(found[0], other) for other in found[1:])
 
 
+def test_pinned_threads_change_nothing(make, monkeypatch) -> None:
+    """Nor does a core that there is not."""
+    stored, _ = random_rows(make, "q4_1", 200, 64)
+    x = torch.randn(9, 64, generator=make)
+    found = []
+    library = use(monkeypatch, isas()[-1], 3)
+    try:
+        for cores in ((), (0, 0, 0), (0, 1), (0, 9_999, -1), ()):
+            library.set_cores(cores)
+            packed = PackedWeight("q4_1", 200, 64)
+            packed.fill(0, stored)
+            found.append(packed.linear(x, torch.float32))
+    finally:
+        library.set_cores(())
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 def test_a_row_does_not_see_its_neighbours(make, monkeypatch) -> None:
     for isa in isas():
         use(monkeypatch, isa)

@@ -16,6 +16,7 @@ import torch
 
 from hexad.common.config import HexadConfig
 from hexad.common.errors import ConfigError, EngineDeadError, OutOfMemoryError
+from hexad.engine.executor.cpu_threads import start_threads
 from hexad.engine.executor.device_thread import DeviceThread
 from hexad.engine.executor.profile import activation_peak_bytes
 from hexad.engine.executor.seam import LoadReport
@@ -23,6 +24,7 @@ from hexad.engine.executor.steps import LocalStep
 from hexad.engine.kv import kv_groups, page_bytes
 from hexad.engine.plan import KVBudget, KVLayout, StepPlan
 from hexad.engine.runner import Runner
+from hexad.hardware.cores import pinned_cores
 from hexad.hardware.devices import describe, memory_bytes, resolve_device
 from hexad.models.build import build_model
 from hexad.models.loader import TORCH_DTYPES, open_weights
@@ -68,8 +70,9 @@ class LocalExecutor:
         """Read the weights and bind the operators."""
         if self.device.type != "cpu":
             return self._load()
-        threads = self.config.device.threads or torch.get_num_threads()
-        self._thread = DeviceThread("hexad-device", lambda: torch.set_num_threads(threads))
+        cores = pinned_cores(self.config.device.cpu_pin, self.config.device.threads)
+        threads = self.config.device.threads or len(cores) or torch.get_num_threads()
+        self._thread = DeviceThread("hexad-device", lambda: start_threads(threads, cores))
         return self._thread.run(self._load)
 
     def _load(self) -> LoadReport:

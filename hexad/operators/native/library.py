@@ -14,6 +14,7 @@ import functools
 import logging
 import os
 import time
+from collections.abc import Sequence
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from hexad.operators.packed import INT8_ROWS
 
 log = logging.getLogger(__name__)
 
-VERSION = 3
+VERSION = 4
 SOURCES = {  # formats of rows that can be packed, as pack.h numbers them
     "q4_0": 0, "q4_1": 1, "q8_0": 2, "bfloat16": 3, "float32": 4, "q5_0": 5, "q5_1": 6, "q4_k": 7, "q5_k": 8, "q6_k": 9, "q3_k": 10,
     INT8_ROWS: 11,
@@ -75,6 +76,10 @@ class Library:
     def set_threads(self, threads: int) -> None:
         self.handle.hx_set_threads(threads)
 
+    def set_cores(self, cores: Sequence[int]) -> None:
+        """Thread i of the pool keeps to core cores[i]; the caller, thread 0, is left alone. None: the system moves them."""
+        self.handle.hx_set_cores((c_int32 * len(cores))(*cores), len(cores))
+
 
 def _declare(handle: ctypes.CDLL) -> None:
     signatures: dict[str, tuple[type | None, list[type]]] = {
@@ -82,6 +87,7 @@ def _declare(handle: ctypes.CDLL) -> None:
         "hx_choose": (c_char_p, [c_char_p]),
         "hx_available": (None, [c_char_p, c_int32]),
         "hx_set_threads": (None, [c_int32]),
+        "hx_set_cores": (None, [c_void_p, c_int32]),
         "hx_weight_new": (c_void_p, [c_int32, c_int64, c_int64]),
         "hx_weight_delete": (None, [c_void_p]),
         "hx_weight_bytes": (c_int64, [c_void_p]),

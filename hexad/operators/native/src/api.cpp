@@ -90,7 +90,7 @@ extern "C" {
 
 #pragma GCC visibility push(default)
 
-int32_t hx_version() { return 3; }
+int32_t hx_version() { return 4; }
 
 // Chooses the instruction set: `name`, or the best if it is empty. The name of the one taken; null: this machine has no such one.
 const char* hx_choose(const char* name) {
@@ -120,6 +120,13 @@ void hx_set_threads(int32_t threads) {
   Runtime& r = runtime();
   std::lock_guard<std::mutex> lock(r.mutex);
   r.threads = threads < 1 ? 1 : threads;
+}
+
+// Thread i of the pool keeps to core cores[i], if there is one; the caller, thread 0, is left alone. count 0: the system moves them.
+void hx_set_cores(const int32_t* cores, int32_t count) {
+  Runtime& r = runtime();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  r.cores.assign(cores, cores + count);
 }
 
 void* hx_weight_new(int32_t source, int64_t out_features, int64_t in_features) { return new_weight(source, out_features, in_features); }

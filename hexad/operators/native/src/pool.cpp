@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <chrono>
+#include <utility>
 
 #if defined(__linux__)
 #include <sched.h>
@@ -46,6 +47,19 @@ void move_to(int core) {
 #endif
 }
 
+// The calling thread runs on `core` alone. A core that the system refuses changes nothing.
+void keep_to(int core) {
+#if defined(__linux__)
+  if (core < 0 || core >= CPU_SETSIZE) return;
+  cpu_set_t one;
+  CPU_ZERO(&one);
+  CPU_SET(core, &one);
+  sched_setaffinity(0, sizeof(one), &one);
+#else
+  (void)core;
+#endif
+}
+
 bool may_use(int core) {
 #if defined(__linux__)
   cpu_set_t allowed;
@@ -58,10 +72,15 @@ bool may_use(int core) {
 
 }  // namespace
 
-Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads) {
+Pool::Pool(int threads, std::vector<int> pinned) : threads_(threads < 1 ? 1 : threads), pinned_(std::move(pinned)) {
   cores_.reset(new std::atomic<int>[threads_]);
   for (int thread = 0; thread < threads_; ++thread) cores_[thread].store(-1);
-  for (int thread = 1; thread < threads_; ++thread) workers_.emplace_back([this, thread] { work(thread); });
+  for (int thread = 1; thread < threads_; ++thread) {
+    workers_.emplace_back([this, thread] {
+      if (thread < static_cast<int>(pinned_.size())) keep_to(pinned_[thread]);
+      work(thread);
+    });
+  }
 }
 
 Pool::~Pool() {

@@ -17,12 +17,14 @@ class Pool {
  public:
   using Function = void (*)(void* context, int chunk, int thread);
 
-  explicit Pool(int threads);
+  // pinned: thread i > 0 keeps to core pinned[i], if there is one (Linux).
+  explicit Pool(int threads, std::vector<int> pinned = {});
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
   int threads() const { return threads_; }
+  const std::vector<int>& pinned() const { return pinned_; }
 
   // Runs function(context, chunk, thread) for chunks 0 .. chunks - 1; the caller is thread 0. One caller at a time.
   void run(int chunks, Function function, void* context);
@@ -49,6 +51,7 @@ class Pool {
   uint64_t phase_ = 0;
   std::unique_ptr<std::atomic<int>[]> cores_;  // where each thread was last seen; -1: nowhere yet
   int threads_;
+  std::vector<int> pinned_;
   std::mutex mutex_;
   std::condition_variable wake_;
   std::vector<std::thread> workers_;

@@ -24,9 +24,9 @@ uint8_t* Buffer::ensure(size_t bytes) {
 }
 
 Pool& Runtime::workers() {
-  if (pool == nullptr || pool->threads() != threads || pool_owner != getpid()) {
+  if (pool == nullptr || pool->threads() != threads || pool->pinned() != cores || pool_owner != getpid()) {
     if (pool != nullptr && pool_owner == getpid()) delete pool;
-    pool = new Pool(threads);
+    pool = new Pool(threads, cores);
     pool_owner = getpid();
   }
   return *pool;

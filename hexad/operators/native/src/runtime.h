@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <mutex>
+#include <vector>
 
 #include "pool.h"
 #include "weight.h"
@@ -24,6 +25,7 @@ struct Runtime {
   const Kernels* kernels = nullptr;
   Pool* pool = nullptr;
   int threads = 1;
+  std::vector<int> cores;  // of the threads; empty: not pinned
   std::mutex mutex;  // one step at a time: the pool and the buffers are shared
   Buffer scratch;    // one part a thread
   Buffer input, sums, products;
