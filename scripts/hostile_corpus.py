@@ -15,18 +15,30 @@ from typing import Any
 
 from firing import Answer, get, post
 
+from hexad.application.api import messages_body
 from hexad.application.api.fields import NEUTRAL, WITHOUT_EFFECT
+from hexad.application.api.messages_body import CountRequest, MessagesRequest
 from hexad.application.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
 HI = [{"role": "user", "content": "hi"}]
 BASES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "hello", "max_tokens": 2},
     CHAT: {"messages": HI, "max_tokens": 2},
+    MESSAGES: {"messages": HI, "max_tokens": 2},
+    COUNT: {"messages": HI},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [65, 66]},
 }
-SCHEMAS = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest, "/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
+SCHEMAS = {
+    COMPLETIONS: CompletionRequest,
+    CHAT: ChatRequest,
+    MESSAGES: MessagesRequest,
+    COUNT: CountRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
 NUMBERS = (
     "-1", "0", "-0", "-0.0", "1", "0.5", "2147483647", "2147483648", "-2147483649", "4294967296",
     "9223372036854775807", "9223372036854775808",
@@ -87,14 +99,13 @@ def judge(attack: Shot, answer: Answer) -> str | None:
 def _judge_stream(answer: Answer) -> str | None:
     if not answer.headers.get("content-type", "").startswith("text/event-stream"):
         return None
-    for event in answer.body.split(b"\n\n"):
-        if event.startswith(b"data: {"):
-            error = json.loads(event[6:]).get("error")
+    for line in answer.body.split(b"\n"):
+        if line.startswith(b"data: {"):
+            error = json.loads(line[6:]).get("error")
             if error and error["code"] in ("internal_error", "request_failed"):
-                return f"an error event in a stream: {event[:300]!r}"
-    if not answer.body.endswith(b"data: [DONE]\n\n") and b'{"error":' not in answer.body:
-        return "a stream without an end"
-    return None
+                return f"an error event in a stream: {line[:300]!r}"
+    ended = answer.body.endswith((b"data: [DONE]\n\n", b'data: {"type":"message_stop"}\n\n'))
+    return None if ended or b'"error":{' in answer.body else "a stream without an end"
 
 
 # Bodies: one field of a valid request replaced.
@@ -110,7 +121,8 @@ def with_field(path: str, name: str, value: str, **more: Any) -> bytes:
 @cache
 def fields(path: str) -> tuple[str, ...]:
     """Every field that the server knows at `path`."""
-    return tuple(sorted({*SCHEMAS[path].model_fields, *NEUTRAL, *WITHOUT_EFFECT}))
+    more = messages_body.NEUTRAL if path in (MESSAGES, COUNT) else {}
+    return tuple(sorted({*SCHEMAS[path].model_fields, *NEUTRAL, *WITHOUT_EFFECT, *more}))
 
 
 def every_field() -> Iterator[Shot]:
@@ -371,8 +383,8 @@ def random_value(rng: random.Random) -> str:
 
 def random_body(rng: random.Random) -> tuple[str, bytes]:
     """(path, body): a valid request with one to three fields made wrong."""
-    path = rng.choices(list(BASES), (4, 4, 1, 1))[0]
-    options = dict(rng.choice(STREAMS)) if path in (CHAT, COMPLETIONS) else {}
+    path = rng.choices(list(BASES), (4, 4, 3, 1, 1, 1))[0]
+    options = dict(rng.choice(STREAMS)) if path in (CHAT, COMPLETIONS) else {"stream": rng.random() < 0.5} if path == MESSAGES else {}
     body = with_field(path, rng.choice(fields(path)), random_value(rng), **options)
     for _ in range(rng.randrange(3)):
         body = body[:-1] + f", {json.dumps(rng.choice(fields(path)))}: {random_value(rng)}}}".encode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""The openai package, LangChain, LlamaIndex and simonw's llm: whole answers, streams, errors."""
+"""The openai and anthropic packages, LangChain, LlamaIndex and simonw's llm: whole answers, streams, errors."""
 
 from __future__ import annotations
 
@@ -72,6 +72,27 @@ def test_openai_async(url: str, key: str) -> None:
     import asyncio
 
     assert "Paris" in asyncio.run(_ask_async(url, key))
+
+
+def test_anthropic(url: str, key: str) -> None:
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0, timeout=120)
+    options: Any = {"model": "hexad", "system": "Be brief.", "messages": HI, "max_tokens": 8, "temperature": 0}
+    whole = client.messages.create(**options)
+    assert "Paris" in whole.content[0].text
+    assert whole.stop_reason in ("end_turn", "max_tokens")
+    count = client.messages.count_tokens(model="hexad", system="Be brief.", messages=HI)
+    assert whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0) == count.input_tokens
+    with client.messages.stream(**options) as stream:
+        assert "".join(stream.text_stream) == whole.content[0].text
+        assert stream.get_final_message().usage.output_tokens == whole.usage.output_tokens
+    with pytest.raises(anthropic.BadRequestError, match="temperature"):
+        client.messages.create(**{**options, "temperature": 9})
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(**{**options, "model": "another"})
+    with pytest.raises(anthropic.AuthenticationError):
+        anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0).messages.create(**options)
 
 
 def test_langchain(url: str, key: str) -> None:

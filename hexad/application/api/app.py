@@ -18,6 +18,8 @@ from hexad.application.api.auth import OPEN_PATHS, Authenticate, Keys
 from hexad.application.api.chat import answer_chat, chat_completions
 from hexad.application.api.completions import answer_completion, completions
 from hexad.application.api.errors import CatchErrors, on_hexad_error, on_http_exception
+from hexad.application.api.messages import count_tokens, messages
+from hexad.application.api.messages_body import CountRequest, MessagesRequest
 from hexad.application.api.middleware import LimitBody, RequestContext
 from hexad.application.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from hexad.application.api.state import ServerState
@@ -41,6 +43,8 @@ GET: dict[str, Handler] = {
 POST: dict[str, tuple[Handler, type[Any]]] = {
     "/v1/completions": (completions, CompletionRequest),
     "/v1/chat/completions": (chat_completions, ChatRequest),
+    "/v1/messages": (messages, MessagesRequest),
+    "/v1/messages/count_tokens": (count_tokens, CountRequest),
     "/tokenize": (tokens.tokenize, TokenizeRequest),
     "/detokenize": (tokens.detokenize, DetokenizeRequest),
 }

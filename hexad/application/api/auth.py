@@ -69,10 +69,12 @@ class Authenticate:
         """
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         if not values:
-            raise AuthenticationError("no API key: send the header 'Authorization: Bearer KEY'")
+            values = [b"bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
+        if not values:
+            raise AuthenticationError("no API key: send the header 'Authorization: Bearer KEY', or 'x-api-key: KEY'")
         scheme, _, key = values[0].partition(b" ")
         if len(values) > 1 or scheme.lower() != b"bearer" or not key:
-            raise AuthenticationError("malformed Authorization header: send one 'Authorization: Bearer KEY'")
+            raise AuthenticationError("malformed header with the API key: send one 'Authorization: Bearer KEY', or one 'x-api-key: KEY'")
         tenant = self.keys.tenant(key)
         if tenant is None:
             raise AuthenticationError("this API key is not accepted: check it for typing errors")

@@ -43,7 +43,7 @@ async def answer_chat(state: ServerState, http: Caller, body: dict[str, Any]) ->
             )
         ]
 
-    return await job.answer("chatcmpl", "chat.completion", prompts, lambda head: ChatWriter(state, request, head))
+    return await job.answer("chatcmpl", "chat.completion", prompts, lambda head: ChatWriter(state, request, head), job.chunk_events)
 
 
 class ChatWriter:

@@ -39,7 +39,7 @@ async def answer_completion(state: ServerState, http: Caller, body: dict[str, An
             raise RequestError(f"{len(found)} prompts with n {request.n} are more than {MAX_CHOICES} choices: send fewer", param="n")
         return found
 
-    return await job.answer("cmpl", "text_completion", prompts, lambda head: CompletionWriter(state, request, head))
+    return await job.answer("cmpl", "text_completion", prompts, lambda head: CompletionWriter(state, request, head), job.chunk_events)
 
 
 class CompletionWriter:

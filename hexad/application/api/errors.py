@@ -25,14 +25,18 @@ class MethodNotAllowedError(RequestError):
     default_code = "method_not_allowed"
 
 
-def error_response(error: HexadError) -> Response:
-    """`error` as an HTTP response."""
+MESSAGES = "/v1/messages"  # whose errors have one key more: "type": "error"
+
+
+def error_response(error: HexadError, path: str = "") -> Response:
+    """`error` as an HTTP response of the route `path`."""
     headers = {}
     if error.retry_after_s is not None or error.status in (429, 503):
         headers["retry-after"] = retry_after_header(error.retry_after_s if error.retry_after_s is not None else DEFAULT_RETRY_S)
     if isinstance(error, AuthenticationError):
         headers["www-authenticate"] = "Bearer"
-    return Response(wire.encode(error.body()), status_code=error.status, headers=headers, media_type="application/json")
+    body = {"type": "error", **error.body()} if path.startswith(MESSAGES) else error.body()
+    return Response(wire.encode(body), status_code=error.status, headers=headers, media_type="application/json")
 
 
 def as_hexad_error(error: BaseException) -> HexadError:
@@ -61,14 +65,14 @@ def noted(error: HexadError, scope: Scope) -> HexadError:
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = error_response(noted(from_http_exception(request, error), request.scope))
+    response = error_response(noted(from_http_exception(request, error), request.scope), request.url.path)
     for name, value in (error.headers or {}).items():
         response.headers[name] = value
     return response
 
 
 async def on_hexad_error(request: Request, error: Exception) -> Response:
-    return error_response(noted(as_hexad_error(error), request.scope))
+    return error_response(noted(as_hexad_error(error), request.scope), request.url.path)
 
 
 class CatchErrors:
@@ -99,7 +103,7 @@ class CatchErrors:
             failure = noted(as_hexad_error(error), scope)
             if started:
                 raise ConnectionError(failure.message) from None
-            await error_response(failure)(scope, receive, send)
+            await error_response(failure, scope["path"])(scope, receive, send)
 
     async def _handshake(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A handshake that is refused gets an HTTP error; after it, a failure closes the connection."""

@@ -50,7 +50,8 @@ def _text_format(value: Any) -> bool:
     return isinstance(value, dict) and value.get("type") == "text"
 
 
-NEUTRAL: dict[str, Callable[[Any], bool]] = {  # known, unsupported; the values that change nothing are accepted
+Neutral = Mapping[str, Callable[[Any], bool]]
+NEUTRAL: Neutral = {  # known, unsupported; the values that change nothing are accepted
     "response_format": _text_format,
     "structured_outputs": _one_of(),
     "guided_json": _one_of(),
@@ -83,8 +84,8 @@ NEUTRAL: dict[str, Callable[[Any], bool]] = {  # known, unsupported; the values 
 WHY = {"chat_template": "templates from requests are not run by this server; it uses the model's own"}
 
 
-def screen(body: Mapping[str, Any], model: type[BaseModel]) -> tuple[dict[str, Any], list[str]]:
-    """Split `body` into what `model` reads and the names that are ignored.
+def screen(body: Mapping[str, Any], model: type[BaseModel], more: Neutral | None = None) -> tuple[dict[str, Any], list[str]]:
+    """Split `body` into what `model` reads and the names that are ignored. `more`: unsupported fields of this endpoint alone.
 
     Raises:
         UnsupportedError: a known field with a value that this build cannot serve.
@@ -97,13 +98,14 @@ def screen(body: Mapping[str, Any], model: type[BaseModel]) -> tuple[dict[str, A
             raise RequestError(f"{name} has {len(value):,} entries, the limit is {limit:,}: send fewer", param=name)
     known: dict[str, Any] = {}
     ignored: list[str] = []
+    unsupported = {**NEUTRAL, **more} if more else NEUTRAL
     for name, value in body.items():
         if name in model.model_fields:
             known[name] = value
         elif value is None:
             continue
-        elif name in NEUTRAL:
-            if not NEUTRAL[name](value):
+        elif name in unsupported:
+            if not unsupported[name](value):
                 raise UnsupportedError(f"{name} is not supported by this server{_reason(name)}: leave it out", param=name)
         elif name not in WITHOUT_EFFECT:
             _refuse_misspelling(name, model)
@@ -138,13 +140,13 @@ def _log_once(name: str) -> None:
         log.warning("request field %r is ignored: this server does not know it, or it has no effect here", name[:MAX_SHOWN_CHARS])
 
 
-def read(body: Mapping[str, Any], model: type[Model]) -> tuple[Model, list[str]]:
-    """Screen and validate `body`; returns the request and the ignored names.
+def read(body: Mapping[str, Any], model: type[Model], more: Neutral | None = None) -> tuple[Model, list[str]]:
+    """Screen (see there) and validate `body`; returns the request and the ignored names.
 
     Raises:
         RequestError: names the first wrong field as `param`.
     """
-    known, ignored = screen(body, model)
+    known, ignored = screen(body, model, more)
     try:
         return model.model_validate(known), ignored
     except ValidationError as error:

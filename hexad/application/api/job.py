@@ -18,9 +18,10 @@ from hexad.application.api.generation import Envelope, Generation, News, Work
 from hexad.application.api.limits import fit, truncate
 from hexad.application.api.prompts import Prompt
 from hexad.application.api.sampling import sampling_params
-from hexad.application.api.schema import ChatRequest, CompletionRequest
+from hexad.application.api.schema import ChatRequest, CompletionRequest, StreamOptions
 from hexad.application.api.sse import ClientGoneError, EventStream, finish
 from hexad.application.api.state import ServerState
+from hexad.common.errors import HexadError
 
 L = TypeVar("L")
 Caller = Request | WebSocket
@@ -49,19 +50,62 @@ class Head:
 
 
 class Writer(Protocol):
+    """A whole answer's format."""
+
+    def add(self, news: News) -> None:
+        """Take one delta."""
+        ...
+
+    def whole(self, usage: wire.Usage) -> msgspec.Struct: ...
+
+
+class ChunkWriter(Writer, Protocol):
     """An answer's format. Whole answers and chunks are made of the same deltas, so they cannot differ."""
 
     def chunks(self, news: News) -> Iterable[msgspec.Struct]:
         """Choices of stream chunks for one delta; may be none. A prompt's echo comes with its choice's first one."""
         ...
 
-    def add(self, news: News) -> None:
-        """Take one delta for the whole answer."""
-        ...
-
     def chunk(self, choices: list[Any], usage: wire.Usage | UnsetType | None) -> wire.Envelope: ...
 
-    def whole(self, usage: wire.Usage) -> wire.Envelope: ...
+
+class Events(Protocol):
+    """A stream's format."""
+
+    def of(self, batch: Sequence[News]) -> bytes:
+        """Events for some deltas; may be none."""
+        ...
+
+    def end(self) -> bytes:
+        """What follows the last delta."""
+        ...
+
+    def error_frame(self, error: HexadError) -> bytes:
+        """The last event of a stream that fails."""
+        ...
+
+
+class ChunkEvents:
+    """OpenAI's: a chunk an event, the usage if it is asked for, and [DONE]."""
+
+    def __init__(self, writer: ChunkWriter, usage: Callable[[], wire.Usage], options: StreamOptions | None) -> None:
+        self._writer = writer
+        self._usage = usage
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._continuous = options is not None and bool(options.continuous_usage_stats)
+
+    def of(self, batch: Sequence[News]) -> bytes:
+        usage = self._usage() if self._continuous else None if self._with_usage else UNSET
+        return b"".join([wire.frame(self._writer.chunk([choice], usage)) for news in batch for choice in self._writer.chunks(news)])
+
+    def end(self) -> bytes:
+        return (wire.frame(self._writer.chunk([], self._usage())) if self._with_usage else b"") + wire.DONE
+
+    def error_frame(self, error: HexadError) -> bytes:
+        return wire.error_frame(error)
+
+
+W = TypeVar("W", bound=Writer)
 
 
 @dataclass
@@ -88,8 +132,17 @@ class Job:
         self.ignored = ignored
         self.record: dict[str, Any] = http.scope["state"]["record"]  # of the access log
 
+    def chunk_events(self, writer: ChunkWriter, usage: Callable[[], wire.Usage]) -> ChunkEvents:
+        """The stream that the request asks for, for `answer`."""
+        return ChunkEvents(writer, usage, self.request.stream_options)
+
     async def answer(
-        self, prefix: str, object_: str, prompts: Callable[[], Sequence[Prompt]], writer: Callable[[Head], Writer]
+        self,
+        prefix: str,
+        object_: str,
+        prompts: Callable[[], Sequence[Prompt]],
+        writer: Callable[[Head], W],
+        events: Callable[[W, Callable[[], wire.Usage]], Events],
     ) -> Response:
         """Admit, tokenise (`prompts` runs in a text thread), check, run. What is wrong with the request is raised before a stream opens.
 
@@ -103,8 +156,10 @@ class Job:
             generation = Generation(self.state, work, self._envelope(), ticket)
             if self.request.stream:
                 heartbeat_s = self.state.config.server.heartbeat_s
-                frames = self._frames(generation, writer(head))
-                return EventStream(frames, ticket, heartbeat_s=heartbeat_s, headers=ignored_header(self.ignored))
+                stream = events(writer(head), generation.usage)
+                headers = ignored_header(self.ignored)
+                frames = self._frames(generation, stream)
+                return EventStream(frames, ticket, heartbeat_s=heartbeat_s, headers=headers, error_frame=stream.error_frame)
             body = await finish(self._whole(generation, writer(head)), self.http.receive, ticket)
         except ClientGoneError:
             ticket.release()
@@ -174,20 +229,13 @@ class Job:
             self._note(generation)
         return wire.encode(writer.whole(generation.usage()))
 
-    async def _frames(self, generation: Generation, writer: Writer) -> AsyncGenerator[bytes, None]:
-        options = self.request.stream_options
-        with_usage = options is not None and bool(options.include_usage)
-        continuous = options is not None and bool(options.continuous_usage_stats)
-        absent: UnsetType | None = None if with_usage else UNSET
+    async def _frames(self, generation: Generation, events: Events) -> AsyncGenerator[bytes, None]:
         batches = generation.batches()
         try:
             async for batch in batches:
-                usage = generation.usage() if continuous else absent
-                frames = [wire.frame(writer.chunk([choice], usage)) for news in batch for choice in writer.chunks(news)]
-                if frames:
-                    yield b"".join(frames)
-            last = wire.frame(writer.chunk([], generation.usage())) if with_usage else b""
-            yield last + wire.DONE
+                if frames := events.of(batch):
+                    yield frames
+            yield events.end()
         finally:
             await batches.aclose()
             self._note(generation)

@@ -7,7 +7,7 @@ cancelled, which closes its generator, which aborts the request in the engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from hexad.application.api import wire
 from hexad.application.api.admission import Ticket, shutting_down
 from hexad.application.api.errors import as_hexad_error
+from hexad.common.errors import HexadError
 
 T = TypeVar("T")
 HOLD_S = 1.0  # how long the status line waits for the first output, so that a refusal by the engine is a plain HTTP error
@@ -72,12 +73,14 @@ class EventStream(Response):
         *,
         heartbeat_s: float,
         headers: Mapping[str, str] | None = None,
+        error_frame: Callable[[HexadError], bytes] = wire.error_frame,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self.frames = frames
         self.ticket = ticket
         self.heartbeat_s = heartbeat_s
+        self.error_frame = error_frame
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(disconnected(receive))
@@ -121,7 +124,7 @@ class EventStream(Response):
             error = shutting_down()
         else:
             return
-        last = wire.frame(as_hexad_error(error).body()) if error is not None else b""
+        last = self.error_frame(as_hexad_error(error)) if error is not None else b""
         message = {"type": "http.response.body", "body": last, "more_body": False}
         await asyncio.wait_for(send(message), CLOSE_S)
 

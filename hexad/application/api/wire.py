@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from hexad.common.errors import HexadError
+
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": heartbeat\n\n"
@@ -18,6 +20,11 @@ HEARTBEAT = b": heartbeat\n\n"
 def frame(value: Any) -> bytes:
     """One SSE event."""
     return b"data: " + encode(value) + b"\n\n"
+
+
+def error_frame(error: HexadError) -> bytes:
+    """The last event of a stream that fails."""
+    return frame(error.body())
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
