@@ -15,19 +15,21 @@ from typing import Any
 
 from firing import Answer, get, post
 
-from hexad.application.api import messages_body
+from hexad.application.api import messages_body, responses_body
 from hexad.application.api.fields import NEUTRAL, WITHOUT_EFFECT
 from hexad.application.api.messages_body import CountRequest, MessagesRequest
+from hexad.application.api.responses_body import ResponsesRequest
 from hexad.application.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
-COUNT = "/v1/messages/count_tokens"
+COUNT, RESPONSES = "/v1/messages/count_tokens", "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]
 BASES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "hello", "max_tokens": 2},
     CHAT: {"messages": HI, "max_tokens": 2},
     MESSAGES: {"messages": HI, "max_tokens": 2},
     COUNT: {"messages": HI},
+    RESPONSES: {"input": "hello", "max_output_tokens": 2},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [65, 66]},
 }
@@ -36,6 +38,7 @@ SCHEMAS = {
     CHAT: ChatRequest,
     MESSAGES: MessagesRequest,
     COUNT: CountRequest,
+    RESPONSES: ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -104,7 +107,10 @@ def _judge_stream(answer: Answer) -> str | None:
             error = json.loads(line[6:]).get("error")
             if error and error["code"] in ("internal_error", "request_failed"):
                 return f"an error event in a stream: {line[:300]!r}"
-    ended = answer.body.endswith((b"data: [DONE]\n\n", b'data: {"type":"message_stop"}\n\n'))
+    last = answer.body.rpartition(b"event: ")[2]
+    ended = answer.body.endswith(b"data: [DONE]\n\n") or last.startswith(
+        (b"message_stop\n", b"response.completed\n", b"response.incomplete\n")
+    )
     return None if ended or b'"error":{' in answer.body else "a stream without an end"
 
 
@@ -121,7 +127,7 @@ def with_field(path: str, name: str, value: str, **more: Any) -> bytes:
 @cache
 def fields(path: str) -> tuple[str, ...]:
     """Every field that the server knows at `path`."""
-    more = messages_body.NEUTRAL if path in (MESSAGES, COUNT) else {}
+    more = {MESSAGES: messages_body.NEUTRAL, COUNT: messages_body.NEUTRAL, RESPONSES: responses_body.NEUTRAL}.get(path, {})
     return tuple(sorted({*SCHEMAS[path].model_fields, *NEUTRAL, *WITHOUT_EFFECT, *more}))
 
 
@@ -282,7 +288,7 @@ TARGETS = (
     "http://evil:99999/v1/models", "*", "/v1/models;a",
     "/metrics/", "/openapi.json", "/docs", "/redoc", "/favicon.ico", "/.env", "/.git/config", "/v1/models/tiny/x",
     "/invocations", "/v2/embed",
-    "/v1/embeddings", "/v1/responses", "/v1/files", "/shutdown", "/reset_prefix_cache", "/sleep", "/debug", "/\\..\\..", "/v1\\models",
+    "/v1/embeddings", "/v1/batches", "/v1/files", "/shutdown", "/reset_prefix_cache", "/sleep", "/debug", "/\\..\\..", "/v1\\models",
 )  # fmt: skip
 METHODS = ("GET", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "TRACE", "POST")
 
@@ -383,8 +389,14 @@ def random_value(rng: random.Random) -> str:
 
 def random_body(rng: random.Random) -> tuple[str, bytes]:
     """(path, body): a valid request with one to three fields made wrong."""
-    path = rng.choices(list(BASES), (4, 4, 3, 1, 1, 1))[0]
-    options = dict(rng.choice(STREAMS)) if path in (CHAT, COMPLETIONS) else {"stream": rng.random() < 0.5} if path == MESSAGES else {}
+    path = rng.choices(list(BASES), (4, 4, 3, 1, 3, 1, 1))[0]
+    options = (
+        dict(rng.choice(STREAMS))
+        if path in (CHAT, COMPLETIONS)
+        else {"stream": rng.random() < 0.5}
+        if path in (MESSAGES, RESPONSES)
+        else {}
+    )
     body = with_field(path, rng.choice(fields(path)), random_value(rng), **options)
     for _ in range(rng.randrange(3)):
         body = body[:-1] + f", {json.dumps(rng.choice(fields(path)))}: {random_value(rng)}}}".encode("utf-8", "surrogatepass")

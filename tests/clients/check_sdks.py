@@ -56,6 +56,22 @@ def test_openai_errors(client: openai.OpenAI, url: str) -> None:
         client.completions.create(model="hexad", prompt="word " * 20_000)
 
 
+def test_openai_responses(client: openai.OpenAI) -> None:
+    options: Any = {"model": "hexad", "input": HI, "instructions": "Be brief.", "max_output_tokens": 8, "temperature": 0}
+    whole = client.responses.create(**options)
+    assert "Paris" in whole.output_text
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    events = list(client.responses.create(**options, stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last = events[-1]
+    assert last.type in ("response.completed", "response.incomplete")
+    assert last.response.output_text == whole.output_text
+    with pytest.raises(openai.BadRequestError, match="max_output_tokens"):
+        client.responses.create(**{**options, "max_output_tokens": -1})
+
+
 def test_openai_leaving_a_stream(client: openai.OpenAI) -> None:
     for _ in range(3):
         with client.chat.completions.create(model="hexad", messages=HI, max_tokens=500, stream=True) as stream:
@@ -78,7 +94,7 @@ def test_anthropic(url: str, key: str) -> None:
     import anthropic
 
     client = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0, timeout=120)
-    options: Any = {"model": "hexad", "system": "Be brief.", "messages": HI, "max_tokens": 8, "temperature": 0}
+    options: Any = {"model": "hexad", "system": "Be brief.", "messages": HI, "max_tokens": 8, "extra_body": {"temperature": 0}}
     whole = client.messages.create(**options)
     assert "Paris" in whole.content[0].text
     assert whole.stop_reason in ("end_turn", "max_tokens")
@@ -88,7 +104,7 @@ def test_anthropic(url: str, key: str) -> None:
         assert "".join(stream.text_stream) == whole.content[0].text
         assert stream.get_final_message().usage.output_tokens == whole.usage.output_tokens
     with pytest.raises(anthropic.BadRequestError, match="temperature"):
-        client.messages.create(**{**options, "temperature": 9})
+        client.messages.create(**{**options, "extra_body": {"temperature": 9}})
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(**{**options, "model": "another"})
     with pytest.raises(anthropic.AuthenticationError):

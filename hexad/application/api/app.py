@@ -21,6 +21,8 @@ from hexad.application.api.errors import CatchErrors, on_hexad_error, on_http_ex
 from hexad.application.api.messages import count_tokens, messages
 from hexad.application.api.messages_body import CountRequest, MessagesRequest
 from hexad.application.api.middleware import LimitBody, RequestContext
+from hexad.application.api.responses import responses
+from hexad.application.api.responses_body import ResponsesRequest
 from hexad.application.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from hexad.application.api.state import ServerState
 from hexad.application.api.websocket import Answer, serve_socket
@@ -43,6 +45,7 @@ GET: dict[str, Handler] = {
 POST: dict[str, tuple[Handler, type[Any]]] = {
     "/v1/completions": (completions, CompletionRequest),
     "/v1/chat/completions": (chat_completions, ChatRequest),
+    "/v1/responses": (responses, ResponsesRequest),
     "/v1/messages": (messages, MessagesRequest),
     "/v1/messages/count_tokens": (count_tokens, CountRequest),
     "/tokenize": (tokens.tokenize, TokenizeRequest),

@@ -33,6 +33,7 @@ WITHOUT_EFFECT = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "parallel_tool_calls",
+        "reasoning",
         "reasoning_effort",
         "verbosity",
         "include_reasoning",

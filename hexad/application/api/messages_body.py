@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from hexad.application.api.blocks import text_of
 from hexad.application.api.fields import MAX_MESSAGES
 from hexad.application.api.schema import ChatRequest, Message
-from hexad.common.errors import RequestError, UnsupportedError
+from hexad.common.errors import RequestError
 
 ROLES = ("user", "assistant")
+TYPES = ("text",)
 NEUTRAL: Mapping[str, Callable[[Any], bool]] = {  # known here, unsupported; the values that change nothing are accepted
     "thinking": lambda value: isinstance(value, dict) and value.get("type") == "disabled",
     "mcp_servers": lambda value: value == [],
@@ -84,37 +86,15 @@ def chat_turns(request: CountRequest) -> list[Message]:
     if len(request.messages) > MAX_MESSAGES:
         raise RequestError(f"messages has {len(request.messages):,} entries, the limit is {MAX_MESSAGES:,}: send fewer", param="messages")
     pieces: list[tuple[str, list[str]]] = []
-    if request.system is not None and (system := _text(request.system, "system")):
+    if request.system is not None and (system := text_of(request.system, "system", TYPES)):
         pieces.append(("system", [system]))
     for index, turn in enumerate(request.messages):
         if turn.role not in ROLES:
             param = f"messages.{index}.role"
             raise RequestError(f"{param} is {turn.role[:40]!r}: it must be user or assistant; the field system has the rest", param=param)
-        text = _text(turn.content, f"messages.{index}.content")
+        text = text_of(turn.content, f"messages.{index}.content", TYPES)
         if pieces and pieces[-1][0] == turn.role:
             pieces[-1][1].append(text)
         else:
             pieces.append((turn.role, [text]))
     return [Message(role=role, content="\n".join(texts)) for role, texts in pieces]
-
-
-def _text(content: Any, param: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(f"{param} must be a string or a list of blocks of type text", param=param, code="invalid_type")
-    return "\n".join(_blocks(content, param))
-
-
-def _blocks(content: Sequence[Any], param: str) -> list[str]:
-    texts = []
-    for index, block in enumerate(content):
-        where = f"{param}.{index}"
-        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
-            raise RequestError(f"{where} must be an object with a type", param=where, code="invalid_type")
-        if block["type"] != "text":
-            raise UnsupportedError(f"{where} has type {block['type'][:40]!r}: this model reads blocks of type text only", param=where)
-        if not isinstance(block.get("text"), str):
-            raise RequestError(f"{where}.text must be a string", param=f"{where}.text", code="invalid_type")
-        texts.append(block["text"])
-    return texts

@@ -21,7 +21,7 @@ from hexad.common.version import __version__
 if TYPE_CHECKING:
     from hexad.application.api.generation import Run
 
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/messages": "chat", "/v1/completions": "text_completion"}
+OPERATIONS = {"/v1/chat/completions": "chat", "/v1/messages": "chat", "/v1/responses": "chat", "/v1/completions": "text_completion"}
 FROM_RECORD = {  # key of the access record -> attribute
     "model": "gen_ai.response.model",
     "prompt_tokens": "gen_ai.usage.input_tokens",
