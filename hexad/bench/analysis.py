@@ -24,14 +24,18 @@ def startup(
     json_path: JsonOption = None,
     option: EngineOption = None,
     warm_runs: Annotated[int, typer.Option(help="starts with warm caches; the median counts")] = 2,
+    calibration_s: CalibrationOption = 0.3,
+    quiet: QuietOption = False,
 ) -> None:
     """Process start to first token, caches of compiled kernels empty and warm (W6); for real files also the disk's own read rate."""
 
     def body() -> None:
         from hexad.bench.facts import locate, read_facts
         from hexad.bench.loads import find_load
+        from hexad.bench.session import note
         from hexad.bench.shapes import is_shape
-        from hexad.bench.startup import disk_read_bytes_s, measure_startup, weight_files
+        from hexad.bench.startup import check_phases, disk_read_bytes_s, load_rates, measure_startup, weight_files
+        from hexad.hardware.measure import calibrate
 
         options = engine_options(option)
         if is_shape(model):
@@ -40,11 +44,21 @@ def startup(
         path = locate(model)
         result = results.new_result("startup", find_load("W6"), spec.name, stored.name)
         files = [] if options.get("load_format") == "dummy" else weight_files(path)
+        if files:
+            note("reading the files once", quiet)
         disk = disk_read_bytes_s(files)
+        note(f"starting {1 + warm_runs} times", quiet)
         metrics = measure_startup(path, options, warm_runs=warm_runs)
         if disk is not None:
-            metrics |= {"disk_read_bytes_s": disk, "weight_file_bytes": sum(file.stat().st_size for file in files)}
+            metrics |= load_rates(metrics, sum(file.stat().st_size for file in files), disk)
+        result["flags"] += check_phases(metrics)
+        if calibration_s:  # last: a calibration holds memory that a start would miss
+            on_gpu = device_of(options) == "cuda"
+            result["calibration"] = {"kind": "gpu" if on_gpu else "cpu", **calibrate("cuda" if on_gpu else "cpu", calibration_s)}
+            result["device"] = {"name": result["calibration"]["device"]}
         finish(result, metrics, json_path)
+        for flag in result["flags"]:
+            typer.echo(f"  ! {flag}")
 
     guarded(body)
 
@@ -147,6 +161,8 @@ def profile(
     prompt: Annotated[int, typer.Option("--input-len", help="prompt tokens")] = 128,
     steps: Annotated[int, typer.Option(help="decode steps recorded")] = 32,
     by_layer: Annotated[bool, typer.Option("--by-layer", help="do without whole-network operators, to see inside them")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="a GPU's idle time instead, with graphs, from the profiler's trace")] = False,
+    trace_file: Annotated[Path | None, typer.Option("--trace-file", help="with --trace: keep the trace here (.json or .json.gz)")] = None,
     option: EngineOption = None,
     calibration_s: CalibrationOption = 0.3,
     quiet: QuietOption = False,
@@ -164,12 +180,15 @@ def profile(
         from hexad.hardware.measure import calibrate
         from hexad.operators.load import load_operators
 
+        if trace:
+            traced(model, batch or [256], prompt, steps, engine_options(option), json_path, trace_file)
+            return
         options = {"enforce_eager": True, "enable_prefix_caching": False} | engine_options(option)
         if is_shape(model):
             options.setdefault("load_format", "dummy")
         if by_layer:
             options["operators"] = {**dict.fromkeys(profiling.WHOLE, "torch"), **options.get("operators", {})}
-        on_gpu = str(options.get("device") or "auto") != "cpu" and torch.cuda.is_available()
+        on_gpu = device_of(options) == "cuda"
         spec, stored = read_facts(model)
         result = results.new_result("profile", None, spec.name, stored.name)
         note("calibrating", quiet)
@@ -196,6 +215,56 @@ def profile(
         finish(result, result["metrics"], json_path, quiet=True)
 
     guarded(body)
+
+
+def device_of(options: dict[str, Any]) -> str:
+    """ "cuda" or "cpu": what an engine with these options runs on."""
+    import torch
+
+    return "cuda" if str(options.get("device") or "auto") != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def traced(model: str, sizes: list[int], prompt: int, steps: int, options: dict[str, Any], path: Path | None, keep: Path | None) -> None:
+    """The body of `profile --trace`.
+
+    Raises:
+        ConfigError: there is no GPU.
+    """
+    from hexad.bench import trace
+    from hexad.bench.facts import read_facts
+    from hexad.bench.inprocess import InProcess
+    from hexad.bench.shapes import is_shape, resolve_model
+    from hexad.common.errors import ConfigError
+    from hexad.hardware.measure import calibrate
+
+    if device_of(options) != "cuda":
+        raise ConfigError("--trace looks at what a GPU does, and the engine would run on the CPU: leave it out, or use device=cuda")
+    if is_shape(model):
+        options.setdefault("load_format", "dummy")
+    options = {"enable_prefix_caching": False, "max_num_seqs": max(sizes)} | options
+    spec, stored = read_facts(model)
+    result = results.new_result("trace", None, spec.name, stored.name)
+    face = InProcess(resolve_model(model), options)
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        for size in sizes:
+            measured = trace.trace_decode(face, size, prompt, steps, keep)
+            result["flags"] += trace.flags(measured)
+            for name, value in measured.items():
+                found.setdefault(name, {})[str(size)] = value
+            result["metrics"] = found
+            results.save(result, path)
+    finally:
+        face.close()
+    result["calibration"] = {"kind": "gpu", **calibrate("cuda", 0.3)}
+    result["device"] = {"name": result["calibration"]["device"]}
+    shown = ("step_ms", "step_ms_traced", "idle_share", "idle_between_launches_share", "longest_gap_us", "launches")
+    finish(result, found, path, quiet=True)
+    for name in shown:
+        for point, value in found[name].items():
+            typer.echo(f"{name + ' [' + point + ']':<36} {value:>18,.6g}")
+    for flag in result["flags"]:
+        typer.echo(f"  ! {flag}")
 
 
 def finish(result: dict[str, Any], metrics: dict[str, Any], path: Path | None, *, quiet: bool = False) -> None:

@@ -1,7 +1,8 @@
 """`hexad bench profile`: where a step's time goes, per operator, and which floor to work on.
 
 Operators are wrapped as they are bound, so that each call is known by its name, provider and static arguments. On a CPU a call is timed
-as it is; on a GPU the profiler's device time of the call counts, and the engine runs without graphs (in graphs the calls are not seen).
+as it is; on a GPU the profiler's device time of the call counts, and the engine runs without graphs (in graphs the calls are
+not seen; `--trace` shows those, see `bench/trace.py`).
 What a step takes beyond its operators is host time and gaps.
 """
 
@@ -161,32 +162,50 @@ def device_times(profiler: Any, times: dict[str, OpTime]) -> float:
     return busy_s
 
 
-def profile_decode(face: Any, recorder: Recorder, batch: int, prompt: int, steps: int) -> dict[str, Any]:
-    """Decode steps of a full batch: seconds a step, and operators in between. `face` is an `InProcess` built while recording."""
+def decode_window(face: Any, batch: int, prompt: int, steps: int, begin: Callable[[], Any], end: Callable[[], Any]) -> dict[str, Any]:
+    """Run a full batch; between `begin()` and `end()` (which waits for the device) it decodes `steps` steps or a few more."""
     from hexad.bench.loads import random_prompts
 
     prompts = random_prompts(batch, prompt, face.vocab_size, seed=1)
     face.run(random_prompts(batch, prompt, face.vocab_size, seed=2), 4)
-    profiler = _profiler(recorder.on_gpu)
     state: dict[str, float] = {}
 
     def tick(_finished: int, tokens: int) -> None:
-        if not recorder.on and tokens >= 2 * batch and "end" not in state:
-            recorder.on = True
-            profiler.__enter__()
+        if "start" not in state and tokens >= 2 * batch:
+            begin()
             state["start"], state["tokens"] = time.perf_counter(), tokens
-        elif recorder.on and tokens >= state["tokens"] + steps * batch:
-            _synchronize(recorder.on_gpu)
+        elif "start" in state and "end" not in state and tokens >= state["tokens"] + steps * batch:
+            end()
             state["end"], state["last"] = time.perf_counter(), tokens
-            recorder.on = False
-            profiler.__exit__(None, None, None)
 
     face.run(prompts, steps + 8, tick=tick)
-    count = (state["last"] - state["tokens"]) / batch
-    wall_s = state["end"] - state["start"]
+    return {
+        "steps": (state["last"] - state["tokens"]) / batch,
+        "wall_s": state["end"] - state["start"],
+        "batch": batch,
+        "context": prompt + 2 + steps / 2,
+    }
+
+
+def profile_decode(face: Any, recorder: Recorder, batch: int, prompt: int, steps: int) -> dict[str, Any]:
+    """Decode steps of a full batch: seconds a step, and operators in between. `face` is an `InProcess` built while recording."""
+    profiler = _profiler(recorder.on_gpu)
+
+    def begin() -> None:
+        recorder.on = True
+        profiler.__enter__()
+
+    def end() -> None:
+        _synchronize(recorder.on_gpu)
+        recorder.on = False
+        profiler.__exit__(None, None, None)
+
+    window = decode_window(face, batch, prompt, steps, begin, end)
+    count = window["steps"]
     busy_s = device_times(profiler, recorder.times) if recorder.on_gpu else sum(t.seconds for t in recorder.times.values())
-    return {"steps": count, "step_s": wall_s / count, "operators_s": sum(t.seconds for t in recorder.times.values()) / count,
-            "device_busy_s": busy_s / count, "batch": batch, "context": prompt + 2 + steps / 2}  # fmt: skip
+    operators_s = sum(t.seconds for t in recorder.times.values())
+    return {"steps": count, "step_s": window["wall_s"] / count, "operators_s": operators_s / count,
+            "device_busy_s": busy_s / count, "batch": batch, "context": window["context"]}  # fmt: skip
 
 
 class _NoProfiler:

@@ -1,4 +1,7 @@
-"""PNGs from result files: throughput and latency against concurrency or batch, and bars before/after. Needs matplotlib (extra `bench`)."""
+"""PNGs from result files: throughput and latency against concurrency or batch, bars before/after, operators against their bounds.
+
+Needs matplotlib (extra `bench`).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 from hexad.common.errors import ConfigError
 
+_SMALL = 0.005  # of a step: operators below are not drawn
 _Y_LABELS = {
     "output_tok_s": "output tokens/s", "prefill_tok_s": "prompt tokens/s", "ms_per_step": "ms a decode step",
     "ttft_ms": "time to first token, ms",
@@ -39,9 +43,51 @@ def draw(results: dict[str, dict[str, Any]], out: Path) -> list[Path]:
         bars = {metric: values for metric, values in bars.items() if values}
         if bars:
             paths.append(_bars(out / f"{load}-summary.png", load, bars, group))
+    paths += [path for name, result in results.items() for path in _shares(name, result, out)]
     if not paths:
         raise ConfigError("nothing to draw: these results have no metrics (were they interrupted at once?)")
     return paths
+
+
+def operator_shares(result: dict[str, Any]) -> dict[str, list[tuple[str, float]]]:
+    """(operator, share of its bound) pairs of a profile (by batch) or of timed kernels (by operator; the provider that is chosen)."""
+    metrics = result["metrics"]
+    found: dict[str, list[tuple[str, float]]] = {}
+    if result["kind"] == "profile":
+        for batch, measured in metrics.items():
+            rows = [row for row in measured["operators"] if row["share_of_step"] >= _SMALL]
+            found[f"batch {batch}"] = [(f"{r['op']} ({r['share_of_step']:.0%} of the step)", r["share_of_bound"]) for r in rows]
+    elif result["kind"] == "kernels":
+        for row in metrics.get("rows", []):
+            if row["chosen"]:
+                found.setdefault(row["op"], []).append((f"{row['op']} {row['label']}", row["share"]))
+    return {name: pairs for name, pairs in found.items() if pairs}
+
+
+def _shares(name: str, result: dict[str, Any], out: Path) -> list[Path]:
+    """One PNG of how near each operator comes to its bound."""
+    groups = operator_shares(result)
+    if not groups:
+        return []
+    import matplotlib.pyplot as plt
+
+    count = sum(map(len, groups.values()))
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.24 * count))
+    place = 0
+    labels: list[str] = []
+    for index, (group, pairs) in enumerate(groups.items()):
+        drawn = axes.barh(range(place, place + len(pairs)), [min(share, 1.2) for _, share in pairs], color=f"C{index % 10}", label=group)
+        axes.bar_label(drawn, [f"{share:.0%}" for _, share in pairs], fontsize=7, padding=2)
+        labels += [label for label, _ in pairs]
+        place += len(pairs)
+    axes.set_yticks(range(count), labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.axvline(1.0, linestyle="--", color="black", linewidth=1)
+    axes.set_xlim(0, 1.3)
+    axes.set_xlabel("share of the bound (dashed: bytes or arithmetic at the measured ceilings)", fontsize=8)
+    axes.set_title(f"{result['model']} {result['format']} on {result['device'].get('name', '')}", fontsize=9)
+    axes.legend(fontsize=7)
+    return [_save(figure, out / f"{name}-share-of-bound.png")]
 
 
 def _curve(metric: Any) -> list[tuple[float, float, float | None]]:

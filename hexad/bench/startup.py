@@ -6,12 +6,14 @@ that the engine and its libraries write are pointed at a fresh folder; the model
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,11 +24,14 @@ from hexad.common.errors import HexadError
 CACHE_VARIABLES = (
     "HEXAD_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME",
 )  # fmt: skip
+PHASES_TOLERANCE = 0.03
 _CHUNK = 16 * 2**20
 
 
 def measure_startup(model: Path, options: dict[str, Any], *, warm_runs: int = 2, timeout_s: float = 600.0) -> dict[str, Any]:
     """Metrics of W6: `{"ready_s": {"empty", "warm"}, "first_token_s": {...}, "phases_s": {...}}`; warm is the median of `warm_runs`.
+
+    `outside_s` is the first token by the clock of the process that started it; phases must add up to it.
 
     Raises:
         HexadError: the engine did not start (its last line is the message).
@@ -37,7 +42,7 @@ def measure_startup(model: Path, options: dict[str, Any], *, warm_runs: int = 2,
             environment[name] = str(Path(folder) / name.lower())
         runs = [run_child(model, options, environment, timeout_s) for _ in range(1 + warm_runs)]
     warm = sorted(runs[1:], key=lambda run: float(run["first_token_s"]))[warm_runs // 2] if warm_runs else None
-    found: dict[str, Any] = {"ready_s": {}, "first_token_s": {}, "phases_s": {}}
+    found: dict[str, Any] = {"ready_s": {}, "first_token_s": {}, "outside_s": {}, "phases_s": {}}
     for name, run in (("empty", runs[0]), ("warm", warm)):
         if run is not None:
             for key in found:
@@ -50,15 +55,63 @@ def run_child(model: Path, options: dict[str, Any], environment: dict[str, str],
     start = time.time()
     job = json.dumps({"model": str(model), "options": options})
     command = [sys.executable, "-m", "hexad.bench.startup"]
-    run = subprocess.run(command, input=job, capture_output=True, text=True, env=environment, timeout=timeout_s)
-    if run.returncode:
-        raise HexadError(f"the engine did not start: {(run.stderr.strip().splitlines() or ['no message'])[-1]}")
-    moments = [("process", start), *json.loads(run.stdout.strip().splitlines()[-1])]
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+        killer = threading.Timer(timeout_s, process.kill)
+        killer.start()
+        try:
+            line, outside_s = _last_line(process, job, start)
+        finally:
+            killer.cancel()
+        if process.returncode or not line:
+            errors.seek(0)
+            raise HexadError(f"the engine did not start: {(errors.read().strip().splitlines() or ['no message'])[-1]}")
+    moments = [("process", start), *json.loads(line)]
     ends = dict(moments)
     phases: dict[str, float] = {}
     for (name, begin), (_, end) in itertools.pairwise(moments):
         phases[name] = phases.get(name, 0.0) + end - begin
-    return {"ready_s": ends["first token"] - start, "first_token_s": ends["end"] - start, "phases_s": phases}
+    return {
+        "ready_s": ends["first token"] - start,
+        "first_token_s": ends["end"] - start,
+        "outside_s": outside_s,
+        "phases_s": phases,
+    }
+
+
+def _last_line(process: subprocess.Popen[str], job: str, start: float) -> tuple[str, float]:
+    """(the last line that the child printed, seconds from `start` to its arrival); waits for its end."""
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(job)
+        process.stdin.close()
+    last, arrived = "", 0.0
+    for line in process.stdout:
+        last, arrived = line.strip() or last, time.time() - start
+    process.stdout.close()
+    process.wait()
+    return last, arrived
+
+
+def check_phases(metrics: dict[str, Any]) -> list[str]:
+    """A flag for each run whose phases do not add up to the clock outside."""
+    words = []
+    for name, outside in metrics["outside_s"].items():
+        total = sum(metrics["phases_s"][name].values())
+        if abs(total - outside) > PHASES_TOLERANCE * outside:
+            words.append(f"{name}: phases add up to {total:.2f} s, the clock outside says {outside:.2f} s")
+    return words
+
+
+def load_rates(metrics: dict[str, Any], file_bytes: int, disk_bytes_s: float) -> dict[str, Any]:
+    """How fast the weights were read where they were not in memory (the first start), beside what the disk delivers."""
+    rate = file_bytes / max(metrics["phases_s"]["empty"]["read"], 1e-9)
+    return {
+        "weight_file_bytes": file_bytes,
+        "disk_read_bytes_s": disk_bytes_s,
+        "load_bytes_s": rate,
+        "load_share_of_disk": rate / disk_bytes_s,
+    }
 
 
 def weight_files(model: Path) -> list[Path]:
@@ -89,8 +142,8 @@ def drop_from_memory(files: Iterable[Path]) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def child(job: dict[str, Any]) -> list[tuple[str, float]]:
-    """Build an engine, generate one token; the phases and the moment at which each began."""
+def child(job: dict[str, Any]) -> None:
+    """Build an engine, generate one token, print the phases and the moment at which each began."""
     moments = [("imports", time.time())]
 
     def report(phase: str, _detail: str) -> None:
@@ -112,9 +165,9 @@ def child(job: dict[str, Any]) -> list[tuple[str, float]]:
             if output.error:
                 raise HexadError(output.error)
     report("end", "")
+    print(json.dumps(moments), flush=True)
     engine.core.close()
-    return moments
 
 
 if __name__ == "__main__":
-    print(json.dumps(child(json.load(sys.stdin))))
+    child(json.load(sys.stdin))

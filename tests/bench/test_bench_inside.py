@@ -192,3 +192,75 @@ def test_device_times_count_kernels_and_not_ranges():
     times = {"linear/triton": OpTime("linear", "triton")}
     busy_s = device_times(SimpleNamespace(key_averages=lambda: events), times)
     assert times["linear/triton"].seconds == pytest.approx(50e-6) and busy_s == pytest.approx(57e-6)
+
+
+def test_profile_and_kernels_are_drawn(tiny, tmp_path):
+    pytest.importorskip("matplotlib")
+    from hexad.bench.report import operator_shares
+
+    path = tmp_path / "p.json"
+    done = run.invoke(app, ["profile", "--model", str(tiny), "--batch", "2", "--input-len", "8", "--steps", "4", "--by-layer", *DUMMY,
+                            "--calibration-s", "0.05", "--quiet", "--json", str(path)])  # fmt: skip
+    assert done.exit_code == 0, done.output
+    groups = operator_shares(json.loads(path.read_text()))
+    assert list(groups) == ["batch 2"] and any("paged_attention" in label for label, _ in groups["batch 2"])
+    row = {"op": "linear", "label": "qkv 1"}
+    rows = [row | {"chosen": True, "share": 0.9}, row | {"chosen": False, "share": 0.2}]
+    assert operator_shares({"kind": "kernels", "metrics": {"rows": rows}}) == {"linear": [("linear qkv 1", 0.9)]}
+    done = run.invoke(app, ["report", str(path), "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "p-share-of-bound.png").stat().st_size > 1000
+
+
+def test_startup_command_checks_phases_and_disk(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("HEXAD_NATIVE_ISA", "off")  # building it takes long, and the caches are empty
+    path = tmp_path / "s.json"
+    rest = ["--warm-runs", "0", "--calibration-s", "0.02", "--quiet", "--json", str(path)]
+    done = run.invoke(app, ["startup", "--model", str(tiny), *DUMMY, *rest])
+    assert done.exit_code == 0, done.output
+    result = json.loads(path.read_text())
+    assert result["metrics"]["outside_s"]["empty"] >= result["metrics"]["first_token_s"]["empty"] > 0
+    assert result["calibration"]["kind"] == "cpu" and result["flags"] == []
+
+
+def test_phases_that_do_not_add_up_are_flagged():
+    from hexad.bench.startup import check_phases, load_rates
+
+    metrics = {"outside_s": {"empty": 10.0, "warm": 5.0}, "phases_s": {"empty": {"read": 4.0, "end": 5.9}, "warm": {"read": 4.0}}}
+    assert check_phases(metrics) == ["warm: phases add up to 4.00 s, the clock outside says 5.00 s"]
+    rates = load_rates(metrics, 8_000_000_000, 2.5e9)
+    assert rates["load_bytes_s"] == 2e9 and rates["load_share_of_disk"] == pytest.approx(0.8)
+
+
+def test_idle_time_is_told_by_launch():
+    from types import SimpleNamespace
+
+    from hexad.bench.trace import Span, device_spans, flags, idle, middle
+
+    spans = [Span(0, 100, 1, "a"), Span(90, 150, 1, "b"), Span(160, 200, 1, "c"), Span(240, 300, 2, "a"), Span(250, 260, 3, "copy")]
+    found = idle(reversed(spans))
+    assert found["span_s"] == pytest.approx(300e-9) and found["busy_s"] == pytest.approx(250e-9)
+    assert found["within_launches_s"] == pytest.approx(10e-9) and found["between_launches_s"] == pytest.approx(40e-9)
+    assert found["longest_gap_us"] == pytest.approx(0.04) and found["launches"] == 3
+    assert idle([])["span_s"] == 0.0 and middle([]) == []
+    assert [s.start_ns for s in middle([Span(i * 10, i * 10 + 10, i, "k") for i in range(10)], 0.2)] == [20, 30, 40, 50, 60, 70, 80]
+
+    def event(device, start, duration, name):
+        call = {"device_type": f"DeviceType.{device}", "start_ns": start, "duration_ns": duration, "correlation_id": 7, "name": name}
+        return SimpleNamespace(**{key: (lambda value=value: value) for key, value in call.items()})
+
+    events = [
+        event("CPU", 0, 5, "cudaGraphLaunch"),
+        event("CUDA", 3, 4, "gemm"),
+        event("CUDA", 0, 9, "hexad::linear"),
+        event("CUDA", 8, 0, "mark"),
+    ]
+    profiler = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)))
+    assert device_spans(profiler) == [Span(3, 7, 7, "gemm")]
+    measured = {"batch": 256, "idle_between_launches_share": 0.04, "step_ms": 10.0, "step_ms_traced": 12.0}
+    assert len(flags(measured)) == 2 and flags(measured | {"idle_between_launches_share": 0.02, "step_ms_traced": 11.0}) == []
+
+
+def test_trace_needs_a_gpu(tiny):
+    done = run.invoke(app, ["profile", "--model", str(tiny), "--trace", *DUMMY])
+    assert done.exit_code == 2 and "--trace" in done.output
