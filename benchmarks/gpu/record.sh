@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The standard loads for the record, what the acceptance asks beside them, and the whole GPU test suite, on one card.
 # Usage: record.sh OUT [loads] [inside] [disk] [tests] (from the repository's root; no part named: all of them)
-# OUT gets results.tgz (one JSON a load), tests.txt and err.txt. Each part is at most: loads 240 s, inside 90 s, disk 150 s, tests 180 s.
+# OUT gets results.tgz (one JSON a load), tests.txt and err.txt. Each part is at most: loads 240 s, inside 90 s, disk 150 s, tests 300 s.
 set -u
 out=$1; shift
 parts=${*:-loads inside disk tests}
@@ -30,11 +30,14 @@ if wants disk; then # 16 GB of safetensors on this machine's disk
 fi
 if wants tests; then
   shards=${SHARDS:-14}
-  for shard in $(seq 0 $((shards - 1))); do
-    HEXAD_TEST_SHARD="$shard/$shards" timeout "${TEST_TIMEOUT:-150}" python3 -m pytest -q tests/gpu -p no:cacheprovider -o addopts= >"$work/tests-$shard.log" 2>&1 &
-  done
-  wait
-  grep -h -E '^(FAILED|ERROR)|passed|failed' "$work"/tests-*.log | sort >"$out/tests.txt"
-  cat "$out/tests.txt"
+  run_tests() { # name of the log, what to run; more environment before it
+    for shard in $(seq 0 $((shards - 1))); do
+      HEXAD_TEST_SHARD="$shard/$shards" timeout "${TEST_TIMEOUT:-150}" python3 -m pytest -q -rs "${@:2}" -p no:cacheprovider -o addopts= >"$work/$1-$shard.log" 2>&1 &
+    done
+    wait
+    { echo "$1"; grep -h -E '^(FAILED|ERROR|SKIPPED)|passed|failed' "$work/$1"-*.log | sort; } | tee -a "$out/tests.txt"
+  }
+  run_tests card tests/gpu # HEXAD_TEST_SMOLLM2 names the folder with the parts of SmolLM2's file
+  HEXAD_TRITON_ARCH=80 run_tests sm80 tests/gpu/test_*_parity.py # the code of Ampere cards, on this one
 fi
 tail -n 8 "$out/err.txt"

@@ -14,6 +14,7 @@ import triton
 from hexad.operators.args import ActArgs, AttentionArgs, NormArgs, RopeKVArgs
 from hexad.operators.fused import FusedLinearArgs
 from hexad.operators.triton import argmax, attention, linear, rope_kv, rows
+from hexad.operators.triton.assumed import assemble
 from hexad.operators.triton.launch import Launcher, Target
 from hexad.operators.triton.prefill_hopper import page_layout
 from hexad.operators.triton.tuning import Choice
@@ -79,12 +80,16 @@ def test_hopper_prefill(dim):
 
 def waits_between_products(cubin: bytes) -> int:
     """Waits for the matrix units in the machine code; serialised code has one after each product."""
+    return sass(cubin).count("WARPGROUP.DEPBAR")
+
+
+def sass(cubin: bytes) -> str:
+    """Machine code as text."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
-    return text.count("WARPGROUP.DEPBAR")
+        return subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
 
 
 def test_small_attention_kernels():
@@ -131,6 +136,17 @@ def test_products(choice, arch, monkeypatch):
         assert ("prefetch.global.L2" in kernel.asm["ptx"]) == (arch >= 90 and choice.prefetch > 0)
         if choice.kind == "warp":
             assert ".v4.b32" in kernel.asm["ptx"] and "ldmatrix" not in kernel.asm["ptx"]
+
+
+def test_an_older_cards_code_is_assembled_for_a_newer_one():
+    """What HEXAD_TRITON_ARCH=80 runs on a Hopper card: Ampere's matrix instructions and copies."""
+    made = layout(80, *LLAMA)
+    name, calls = "*bf16", {}
+    for arch in (80, 90):
+        kernel = made.prefill_launcher(short=False)[1].compile([name] * 3 + ["constexpr"] * 2 + ["*i32"] * 3 + [name, "i32", "i32"], arch)
+        cubin = assemble(kernel.asm["ptx"], 90)
+        calls[arch] = sass(cubin)
+    assert "HGMMA" not in calls[80] and "HMMA" in calls[80] and "HGMMA" in calls[90]
 
 
 def test_argmax():

@@ -22,7 +22,6 @@ from unittest.mock import patch
 import torch
 import triton
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
@@ -31,6 +30,7 @@ from triton.runtime.cache import get_cache_manager
 
 from hexad.common.errors import HexadError
 from hexad.operators.registry import registry
+from hexad.operators.triton.assumed import AssumedDriver
 from hexad.operators.triton.launch import Grid, Launcher, Target, assuming
 
 STUB_VERSION = ["3", "6"]  # what a launch stub is, is not a public interface: build them only where it is known
@@ -83,28 +83,12 @@ def _kind(argument: Any) -> Any:
     return argument.base.dtype, tuple(argument.block_shape), repr(getattr(argument, "layout", ""))  # a tensor map
 
 
-class _Driver:
-    """Triton's view of a card that need not be here."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_device(self) -> int:
-        return -self.capability  # no real device: what is compiled here is not taken for its kernels
-
-    def get_current_stream(self, _device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-
 def compile_jobs(jobs: list[Job], capability: int, heard: Callable[[int, Done], None]) -> list[Done]:
     """Compile what the cache lacks; `heard(index, done)` after each."""
     made = []
     hits: list[bool] = []
     with (
-        patch.object(driver, "_active", _Driver(capability)),
+        patch.object(driver, "_active", AssumedDriver(capability)),
         _listening(lambda **news: hits.append(bool(news["cache_hit"]))),
         _Stubs() as stubs,
     ):

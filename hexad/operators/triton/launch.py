@@ -21,6 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from hexad.operators.triton.assumed import compile_for_older
+
 INTERPRETED = bool(knobs.runtime.interpret)  # kernels run in Triton's interpreter, on CPU tensors
 
 # the launch function of a compiled kernel is not a public interface: use it only where it is known
@@ -70,13 +72,17 @@ def capturing(device: torch.device) -> bool:
 
 @cache
 def _current() -> Target:
-    """HEXAD_TRITON_ARCH=80 keeps kernels off newer instructions, to test the paths of older cards."""
+    """HEXAD_TRITON_ARCH=80 runs the code of that older card, to test it."""
     if INTERPRETED or not torch.cuda.is_available():
         return Target(0, 4, "interpreter")  # few programs: they run one after another
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     capability = properties.major * 10 + properties.minor
-    forced = os.environ.get("HEXAD_TRITON_ARCH")
-    return Target(min(capability, int(forced)) if forced else capability, properties.multi_processor_count, properties.name)
+    return Target(_forced() or capability, properties.multi_processor_count, properties.name)
+
+
+def _forced() -> int | None:
+    """The older card whose code is asked for."""
+    return int(os.environ.get("HEXAD_TRITON_ARCH", "0")) or None
 
 
 def pow2(value: int) -> int:
@@ -141,7 +147,12 @@ class Launcher:
 
     def _load(self, grid: Grid, args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         """Compile (or find in Triton's cache) the variant for these arguments and load it on the current device."""
-        compiled = self.compile_for(grid, args)
+        forced = _forced()
+        if forced is None:
+            compiled = self.compile_for(grid, args)
+        else:
+            major, minor = torch.cuda.get_device_capability()
+            compiled = compile_for_older(self._kernel, args, self._constants | self._options, forced, 10 * major + minor)
         launcher = compiled.run  # loads the module
         assert not launcher.global_scratch_size and not launcher.profile_scratch_size, "kernels here need no scratch memory"
         return launcher.launch, compiled.function, compiled.packed_metadata
