@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from firing import Bystander, Connection, Watched, generate, get, read_answer
+from firing import Bystander, Connection, Watched, generate, get, post, read_answer
 from tiny_model import served
 
 from hexad.application.api.patience import WriteWatch
@@ -246,6 +246,23 @@ async def test_bodies_that_arrive_together_are_bounded(tiny: Path) -> None:
         assert (await watched.ask(generate())).status == 200
         for connection in connections:
             await connection.close()
+
+
+async def test_a_renderer_that_starts_among_many_connections(server: Watched) -> None:
+    """Its pipes get numbers beyond what `select` can watch."""
+    chat = post("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}')
+    assert (await server.ask(chat)).status == 200
+    connections = [Connection(server.url) for _ in range(1_200)]
+    for start in range(0, len(connections), 100):
+        await asyncio.gather(*(connection.open() for connection in connections[start : start + 100]))
+    assert server.descriptors() > 1_200
+    renderers = [child for child in server.process.children() if "templating" in " ".join(child.cmdline())]
+    assert renderers
+    for renderer in renderers:
+        renderer.kill()
+    assert [answer.status for answer in await asyncio.gather(*(server.ask(chat) for _ in range(4)))] == [200] * 4
+    for connection in connections:
+        connection.abort()
 
 
 async def test_the_limit_on_descriptors_is_raised(tiny: Path) -> None:

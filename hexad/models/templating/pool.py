@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import queue
 import select
 import subprocess
@@ -44,6 +45,9 @@ class _Process:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, bufsize=0
         )
+        self._readable = select.poll()  # `select.select` fails where many connections make the descriptor's number large
+        assert self._process.stdout is not None
+        self._readable.register(self._process.stdout, select.POLLIN)
         self._started = False
 
     def render(self, source: str, variables: dict[str, Any] | None) -> str:
@@ -88,7 +92,7 @@ class _Process:
         pieces: list[bytes] = []
         while count:
             left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not select.select([self._process.stdout], [], [], left_s)[0]:
+            if left_s <= 0 or not self._readable.poll(math.ceil(left_s * 1e3)):
                 raise TimeoutError
             piece = self._process.stdout.read(count)
             if not piece:
