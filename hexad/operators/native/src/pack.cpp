@@ -5,6 +5,8 @@
 #include <mutex>
 #include <new>
 
+#include "runtime.h"
+
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -32,6 +34,12 @@ struct Owned : Weight {
 
 uint8_t* allocate(size_t bytes, Arena** owner) {
   std::lock_guard<std::mutex> lock(arena_mutex);
+  if (HX_EXACT_MEMORY) {
+    void* base = nullptr;
+    if (posix_memalign(&base, kLine, bytes) != 0) return nullptr;
+    *owner = new Arena{static_cast<uint8_t*>(base), bytes, bytes, 1};
+    return static_cast<uint8_t*>(base);
+  }
   if (open_arena == nullptr || open_arena->used + bytes > open_arena->size) {
     const size_t size = (bytes > kArena ? bytes + kHuge - 1 : kArena) / kHuge * kHuge;
     void* base = nullptr;

@@ -8,11 +8,11 @@
 namespace hx {
 
 uint8_t* Buffer::ensure(size_t bytes) {
-  if (bytes <= size_) return memory_;
+  if (HX_EXACT_MEMORY ? bytes == size_ : bytes <= size_) return memory_;
   free(memory_);
   size_ = 0;
   void* memory = nullptr;
-  const size_t size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+  const size_t size = HX_EXACT_MEMORY ? bytes : (bytes + bytes / 4 + 4095) / 4096 * 4096;
   if (posix_memalign(&memory, 4096, size) != 0) {
     memory_ = nullptr;
     return nullptr;

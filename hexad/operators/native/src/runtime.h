@@ -8,6 +8,18 @@
 #include "pool.h"
 #include "weight.h"
 
+// Under AddressSanitizer memory is given out by the byte, so that a step beyond the end is seen.
+#if defined(__SANITIZE_ADDRESS__)
+#define HX_EXACT_MEMORY 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define HX_EXACT_MEMORY 1
+#endif
+#endif
+#ifndef HX_EXACT_MEMORY
+#define HX_EXACT_MEMORY 0
+#endif
+
 namespace hx {
 
 // Memory that grows and is never given back before the process ends. Zeroed when it grows: padding rows hold no stale NaN at first use.
