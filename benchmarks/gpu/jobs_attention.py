@@ -59,9 +59,9 @@ def reference_row(q: torch.Tensor, kv: KVPages, table: torch.Tensor, length: int
     return (scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v).transpose(0, 1).flatten(1)
 
 
-def layout(q: torch.Tensor, kv: KVPages, block: int, copies: bool) -> attention._Layout:
+def layout(q: torch.Tensor, kv: KVPages, block: int, copies: bool) -> attention.Layout:
     args = AttentionArgs(HEADS, KV_HEADS, DIM, DIM**-0.5, None, None, block, torch.bfloat16, torch.bfloat16, "cuda")
-    return attention._Layout(args, target(), q.stride(0), block, kv.k.stride(), tensor_copies=copies)
+    return attention.Layout(args, target(), q.stride(0), block, kv.k.stride(), tensor_copies=copies)
 
 
 def decode_job(batch_size: int, context: int, block: int, ragged: bool, per_sm: int = 4, parts: int = 32) -> Job:

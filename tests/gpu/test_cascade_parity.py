@@ -45,6 +45,31 @@ def test_rows_share_a_prefix(rows, heads, kv_heads, dim, block, dtype):
     attend(case, heads, kv_heads, dim, block, dtype)
 
 
+TILES = [(64, 4, 2, 2), (64, 4, 4, 2), (128, 8, 3, 1), (128, 8, 4, 1), (128, 8, 3, 4), (256, 8, 3, 1)]
+VARIANTS = [(*tiles, copies) for tiles in TILES for copies in ([False] if INTERPRETED else [False, True])]
+
+
+@pytest.mark.parametrize(("pairs", "warps", "stages", "per_sm", "copies"), VARIANTS)
+@pytest.mark.parametrize("block", [64, 16])
+def test_each_tiling_of_the_shared_kernel(block, pairs, warps, stages, per_sm, copies):
+    """Parts that get no keys, tiles with rows that are not there, and rows of several items after the prefix."""
+    from hexad.operators.triton.attention import Layout
+    from hexad.operators.triton.launch import target
+    from hexad.operators.triton.shared_prefix import SharedTiles
+
+    fresh_seed()
+    dtype, heads, kv_heads, dim = DTYPES[0], 8, 2, 128 if not INTERPRETED else 64
+    rows = random.randint(3, 9 if INTERPRETED else 90)
+    tails = [random.choice([1, 63, 64, 65, 64 * LONG + 5]) for _ in range(rows)]
+    case = shared_case(block * random.randint(1, 5 * LONG), tails, heads, kv_heads, dim, block, dtype, padding=2)
+    args = AttentionArgs(heads, kv_heads, dim, dim**-0.5, None, None, block, dtype, dtype, DEVICE)
+    layout = Layout(args, target(), case.q.stride(0), block, case.kv.k.stride(), tensor_copies=copies and target().tensor_copies)
+    layout.prefix.forced = SharedTiles(pairs, warps, stages, per_sm)
+    out = torch.full((rows + 2, heads * dim), float("nan"), dtype=dtype, device=DEVICE)
+    layout.decode(case.q, case.kv, case.batch, rows + 2, out)
+    assert_close(out[:rows], attention_reference(case, [1] * rows, args.scale, None, None), dtype)
+
+
 def test_a_shared_length_of_zero_changes_nothing():
     """A captured step may meet a batch without a common prefix."""
     fresh_seed()

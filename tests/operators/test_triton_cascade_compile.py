@@ -8,21 +8,56 @@ pytest.importorskip("triton")
 from hexad.operators.args import AttentionArgs
 from hexad.operators.triton import attention
 from hexad.operators.triton.launch import Target
+from hexad.operators.triton.shared_prefix import MAX_SHARED_SPLITS, SharedTiles
 
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448}  # bytes a program may use
 
 
+def layout(arch, heads, kv_heads, dim, block, dtype=torch.bfloat16):
+    args = AttentionArgs(heads, kv_heads, dim, dim**-0.5, None, None, block, dtype, dtype, "cuda")
+    strides = (2 * block * kv_heads * dim, kv_heads * dim, dim, 1)
+    return attention.Layout(args, Target(arch, 132, "test"), (heads + 2 * kv_heads) * dim, block, strides, tensor_copies=arch >= 90)
+
+
+def compiled_shared(made, tiles, arch):
+    tile = made.decode_tiles.tile
+    desc = f"tensordesc<bf16[1, 1, {tile}, {made.dim_pad}]>" if made.copied(tile) else "constexpr"
+    types = ["*bf16", "*bf16", "*bf16", desc, desc, "*i32", "*i32", "*fp32", "*fp32", "i32", "i32"]
+    kernel = made.prefix.launcher(tiles).compile(types, arch)
+    assert kernel.metadata.shared * tiles.per_sm <= SHARED_LIMIT[arch], "so many programs do not fit a multiprocessor"
+    return kernel
+
+
+@pytest.mark.parametrize("rows", [2, 256])
 @pytest.mark.parametrize("arch", [80, 89, 90])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block"), [(32, 8, 128, 64), (9, 3, 64, 16), (4, 1, 256, 64)])
-def test_shared_prefix_kernels(heads, kv_heads, dim, block, arch):
-    args = AttentionArgs(heads, kv_heads, dim, dim**-0.5, None, None, block, torch.bfloat16, torch.bfloat16, "cuda")
-    strides = (2 * block * kv_heads * dim, kv_heads * dim, dim, 1)
-    layout = attention._Layout(args, Target(arch, 132, "test"), (heads + 2 * kv_heads) * dim, block, strides, tensor_copies=arch >= 90)
+def test_shared_prefix_kernel(heads, kv_heads, dim, block, arch, rows):
+    made = layout(arch, heads, kv_heads, dim, block)
+    kernel = compiled_shared(made, made.prefix.tiles(rows), arch)
+    assert ("cp.async.bulk.tensor" in kernel.asm["ptx"]) == made.copied(made.decode_tiles.tile)
+    assert ("wgmma" in kernel.asm["ptx"]) == (arch >= 90)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_kernels_around_it(arch):
+    made = layout(arch, 32, 8, 128, 64)
+    decode = ["*bf16"] * 3 + ["*i32"] * 2 + ["*fp32"] * 4 + ["*bf16", "i32", "i32", "i32"]
     launches = [
-        (layout.shared_launcher(), ["*bf16", "*bf16", "*bf16", "*i32", "*i32", "*fp32", "*fp32", "i32", "i32"]),
-        (layout.combine_launcher(64, shared=True), ["*fp32", "*fp32", "*i32", "*fp32", "*fp32", "*bf16", "i32", "i32"]),
-        (layout.combine_launcher(1, shared=False), ["*fp32", "*fp32", "*i32", "*fp32", "*fp32", "*bf16", "i32", "i32"]),
-        (layout.plan_launcher(256, shared=True), ["*i32", "*i32", "*i32", "*i32", "i32", "i32", "i32"]),
+        (made.decode_launcher(shared=True), decode),
+        (made.combine_launcher(64, shared=True), ["*fp32", "*fp32", "*i32", "*fp32", "*fp32", "*bf16", "i32", "i32"]),
+        (made.combine_launcher(1, shared=False), ["*fp32", "*fp32", "*i32", "*fp32", "*fp32", "*bf16", "i32", "i32"]),
+        (made.plan_launcher(256, shared=True), ["*i32", "*i32", "*i32", "*i32", "i32", "i32", "i32"]),
     ]
     for launcher, types in launches:
         assert launcher.compile(types, arch).metadata.shared <= SHARED_LIMIT[arch]
+
+
+def test_programs_are_all_at_work_at_once():
+    """A second turn of a few programs would double the time."""
+    made = layout(90, 32, 8, 128, 64)
+    for rows in (2, 8, 64, 100, 128, 256):
+        tiles, splits = made.prefix.tiles(rows), made.prefix.splits(rows)
+        programs = 8 * -(-rows * 4 // tiles.pairs) * splits
+        assert programs <= tiles.per_sm * 132 or splits == 1
+        assert programs > tiles.per_sm * 132 // 2 or splits == MAX_SHARED_SPLITS, (rows, programs)
+    assert made.prefix.tiles(256) == SharedTiles(128, 8, 4, 1) and made.prefix.splits(256) == 2

@@ -46,23 +46,27 @@ def compiled(launcher: Launcher, types: list[str], arch: int):
 def layout(arch: int, heads: int, kv_heads: int, dim: int, block: int, dtype, window=None, softcap=None, kv_dtype=None):
     args = AttentionArgs(heads, kv_heads, dim, dim**-0.5, window, softcap, block, dtype, kv_dtype or dtype, "cuda")
     strides = (2 * block * kv_heads * dim, kv_heads * dim, dim, 1)
-    return attention._Layout(args, Target(arch, 132, "test"), (heads + 2 * kv_heads) * dim, block, strides, tensor_copies=arch >= 90)
+    return attention.Layout(args, Target(arch, 132, "test"), (heads + 2 * kv_heads) * dim, block, strides, tensor_copies=arch >= 90)
+
+
+def decode_types(q: str, kv: str) -> list[str]:
+    return [q, kv, kv, "*i32", "*i32", *["*fp32"] * 4, q, "i32", "i32", "i32"]
 
 
 def descriptor(made, tile: int, dtype) -> str:
-    return f"tensordesc<{NAMES[dtype]}[1, 1, {tile}, {made.dim_pad}]>" if made._copied(tile) else "constexpr"
+    return f"tensordesc<{NAMES[dtype]}[1, 1, {tile}, {made.dim_pad}]>" if made.copied(tile) else "constexpr"
 
 
 @pytest.mark.parametrize(("arch", "heads", "kv_heads", "dim", "block", "dtype", "window", "softcap"), MODELS)
 def test_attention(arch, heads, kv_heads, dim, block, dtype, window, softcap):
     made = layout(arch, heads, kv_heads, dim, block, dtype, window, softcap)
     name = "*" + NAMES[dtype]
-    compiled(made._decode, [name, name, name, "*i32", "*i32", "*fp32", "*fp32", name, "i32"], arch)
+    compiled(made.decode_launcher(shared=False), decode_types(name, name), arch)
     for short in (True, False):
         tiles, launcher = made.prefill_launcher(short=short)
         desc = descriptor(made, tiles.tile, dtype)
         kernel = compiled(launcher, [name, name, name, desc, desc, "*i32", "*i32", "*i32", name, "i32", "i32"], arch)
-        assert ("cp.async.bulk.tensor" in kernel.asm["ptx"]) == made._copied(tiles.tile)
+        assert ("cp.async.bulk.tensor" in kernel.asm["ptx"]) == made.copied(tiles.tile)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -100,8 +104,7 @@ def test_small_attention_kernels():
 
 def test_fp8_pages():
     made = layout(90, 32, 8, 128, 64, torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
-    types = ["*bf16", "*fp8e4nv", "*fp8e4nv", "*i32", "*i32", "*fp32", "*fp32", "*bf16", "i32"]
-    compiled(made._decode, types, 90)
+    compiled(made.decode_launcher(shared=False), decode_types("*bf16", "*fp8e4nv"), 90)
 
 
 @pytest.mark.parametrize("arch", [80, 90])

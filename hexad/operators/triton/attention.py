@@ -13,19 +13,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from hexad.operators.args import AttentionArgs
 from hexad.operators.batch import AttentionBatch, KVPages
 from hexad.operators.registry import Kernel
-from hexad.operators.triton.cascade import shared_kernel
 from hexad.operators.triton.decode import ITEM_FIELDS, combine_kernel, decode_kernel, plan_kernel
 from hexad.operators.triton.launch import Launcher, Target, capturing, pow2, target
 from hexad.operators.triton.prefill import prefill_kernel
 from hexad.operators.triton.prefill_hopper import PIECE, QUERIES, STAGES, page_layout, prefill_hopper_kernel
+from hexad.operators.triton.shared_prefix import MAX_SHARED_SPLITS, SharedPrefix
 
 PAGES = (16, 32, 64, 128, 256)
 MAX_ROWS = 4096
 MEDIUM = 768  # query tokens a row up to which the general kernel is faster than the warp-specialised one
 PLAN_ITEMS = 16  # items a program of the plan
 Split = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]  # items, starts, partial, stats, capacity
-SHARED_PAIRS = 64  # (row, query head) pairs a program of a shared prefix
-MAX_SHARED_SPLITS = 16
 MANY_ROWS = 32  # from here on a row has few items
 WANTED_PROGRAMS = 4  # decode programs a multiprocessor that fill the card
 
@@ -56,7 +54,7 @@ def prefill_tiles(dim_pad: int, item_bytes: int, capability: int, max_queries: i
     return Tiles(tile=64, warps=4 if capability >= 90 else 8, stages=2, queries=128)
 
 
-class _Layout:
+class Layout:
     """The launchers for one layout of queries and pages (strides are constants of the kernels)."""
 
     def __init__(self, args: AttentionArgs, on: Target, q_stride: int, page: int, strides: tuple[int, ...], *, tensor_copies: bool) -> None:
@@ -75,10 +73,10 @@ class _Layout:
         self._prefill: dict[bool, tuple[Tiles, Launcher]] = {}
         self._plan: dict[tuple[int, bool], Launcher] = {}
         self._descriptors: dict[tuple[int, int], tuple[Any, Any]] = {}
-        self._decode = self._make_decode()
+        self._decode: dict[bool, Launcher] = {}
         self.hopper = self._hopper_launcher()
         self._combine: dict[tuple[int, bool], Launcher] = {}
-        self._shared: Launcher | None = None
+        self.prefix = SharedPrefix(self)
         self.set_combine(64)
 
     def set_combine(self, parts: int) -> None:
@@ -98,31 +96,19 @@ class _Layout:
             self._combine[parts, shared] = Launcher(combine_kernel, constants, num_warps=4, pdl=self.on.tensor_copies)
         return self._combine[parts, shared]
 
-    def shared_splits(self, rows: int) -> int:
-        """Parts of a shared prefix that fill the card with `rows` rows."""
-        programs = self.args.kv_heads * -(-rows * self.group // SHARED_PAIRS)
-        return max(1, min(MAX_SHARED_SPLITS, -(-2 * self.on.multiprocessors // programs)))
-
-    def shared_launcher(self) -> Launcher:
-        if self._shared is None:
-            args, tiles = self.args, self.decode_tiles
+    def decode_launcher(self, *, shared: bool) -> Launcher:
+        """Attention over each row's own keys: all, or those after a shared prefix."""
+        if shared not in self._decode:
+            args, tiles, pdl = self.args, self.decode_tiles, self.on.tensor_copies
             constants = {
-                "HEADS": args.heads, "GROUP": self.group, "DIM": args.head_dim, "DIM_PAD": self.dim_pad, **self.shared,
-                "PAIRS": SHARED_PAIRS, "TILE": tiles.tile, "STAGES": 2, "PRECISION": self.precision, "PDL": self.on.tensor_copies,
+                "HEADS": args.heads, "GROUP": self.group, "GROUP_PAD": max(16, pow2(self.group)), "DIM": args.head_dim,
+                "DIM_PAD": self.dim_pad, **self.shared, "TILE": tiles.tile, "STAGES": tiles.stages, "PRECISION": self.precision,
+                "LINES": max(1, self.dim_pad * args.kv_dtype.itemsize // 128), "SHARED": shared, "PDL": pdl,
             }  # fmt: skip
-            self._shared = Launcher(shared_kernel, constants, num_warps=4, num_stages=2, pdl=self.on.tensor_copies)
-        return self._shared
+            self._decode[shared] = Launcher(decode_kernel, constants, num_warps=tiles.warps, num_stages=tiles.stages, pdl=pdl)
+        return self._decode[shared]
 
-    def _make_decode(self) -> Launcher:
-        args, tiles = self.args, self.decode_tiles
-        constants = {
-            "HEADS": args.heads, "GROUP": self.group, "GROUP_PAD": max(16, pow2(self.group)), "DIM": args.head_dim,
-            "DIM_PAD": self.dim_pad, **self.shared, "TILE": tiles.tile, "STAGES": tiles.stages,
-            "PRECISION": self.precision, "LINES": max(1, self.dim_pad * args.kv_dtype.itemsize // 128), "PDL": self.on.tensor_copies,
-        }  # fmt: skip
-        return Launcher(decode_kernel, constants, num_warps=tiles.warps, num_stages=tiles.stages, pdl=self.on.tensor_copies)
-
-    def _copied(self, tile: int) -> bool:
+    def copied(self, tile: int) -> bool:
         return self.copies and self.page % tile == 0
 
     def prefill_launcher(self, *, short: bool) -> tuple[Tiles, Launcher]:
@@ -132,7 +118,7 @@ class _Layout:
             constants = {
                 "HEADS": args.heads, "GROUP": self.group, "DIM": args.head_dim, "DIM_PAD": self.dim_pad, **self.shared,
                 "WINDOW": args.window or 0, "QUERIES": tiles.queries, "TILE": tiles.tile, "STAGES": tiles.stages,
-                "TENSOR_COPY": self._copied(tiles.tile), "PRECISION": self.precision, "PDL": self.on.tensor_copies,
+                "TENSOR_COPY": self.copied(tiles.tile), "PRECISION": self.precision, "PDL": self.on.tensor_copies,
             }  # fmt: skip
             launcher = Launcher(prefill_kernel, constants, num_warps=tiles.warps, num_stages=tiles.stages, pdl=self.on.tensor_copies)
             self._prefill[short] = (tiles, launcher)
@@ -176,7 +162,7 @@ class _Layout:
 
     def descriptors(self, kv: KVPages, tile: int) -> tuple[Any, Any]:
         """Tensor maps of K and V as [blocks, heads, page, dim], or (None, None) where tiles are read through pointers."""
-        if not self._copied(tile):
+        if not self.copied(tile):
             return None, None
         key = (kv.k.data_ptr(), tile)
         made = self._descriptors.get(key)
@@ -222,28 +208,16 @@ class _Layout:
     def decode(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, rows: int, out: torch.Tensor) -> None:
         (items, starts, partial, stats, capacity), new = self.split(batch, rows)
         splits, shared_partial, shared_stats = 0, partial, stats
-        if self.cascades(batch):
-            splits = self.shared_splits(rows)
-            shared_partial, shared_stats = self._attend_shared(q, kv, batch, rows, splits, serial=new)
-        self._decode(
+        shared = self.cascades(batch)
+        if shared:
+            splits, shared_partial, shared_stats = self.prefix.attend(q, kv, batch, rows, serial=new)
+        self.decode_launcher(shared=shared)(
             (self.args.kv_heads, capacity, 1),
-            q, kv.k, kv.v, batch.block_table, items, partial, stats, out, batch.block_table.stride(0),
-            serial=new and not splits,
+            q, kv.k, kv.v, batch.block_table, items, partial, stats, shared_partial, shared_stats, out,
+            batch.block_table.stride(0), rows, splits, serial=new and not shared,
         )  # fmt: skip
-        merge = self.combine_launcher(rows, shared=splits > 0)
+        merge = self.combine_launcher(rows, shared=shared)
         merge((rows, self.args.heads, 1), partial, stats, starts, shared_partial, shared_stats, out, rows, splits)
-
-    def _attend_shared(
-        self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, rows: int, splits: int, *, serial: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Partial results of the shared prefix: [splits, rows, heads, dim] and their maxima and norms."""
-        shape, device = (splits, rows, self.args.heads), q.device
-        partial = torch.empty((*shape, self.dim_pad), dtype=torch.float32, device=device)
-        stats = torch.empty((*shape, 2), dtype=torch.float32, device=device)
-        grid = (self.args.kv_heads, triton.cdiv(rows * self.group, SHARED_PAIRS), splits)
-        launch = self.shared_launcher()
-        launch(grid, q, kv.k, kv.v, batch.block_table, batch.shared_len, partial, stats, rows, splits, serial=serial)
-        return partial, stats
 
     def prefill(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, first_row: int, out: torch.Tensor) -> None:
         rows = batch.seq_lens.shape[0] - first_row
@@ -281,7 +255,7 @@ def bind_paged_attention(args: AttentionArgs, *, tensor_copies: bool | None = No
     """`tensor_copies` False keeps Hopper's copy engine out; None uses it where the card has it."""
     on = target()
     copies = on.tensor_copies if tensor_copies is None else tensor_copies
-    layouts: dict[tuple[int, ...], _Layout] = {}
+    layouts: dict[tuple[int, ...], Layout] = {}
 
     def paged_attention(q: torch.Tensor, kv: KVPages, batch: AttentionBatch) -> torch.Tensor:
         strides = kv.k.stride()
@@ -290,7 +264,7 @@ def bind_paged_attention(args: AttentionArgs, *, tensor_copies: bool | None = No
         if layout is None:
             assert kv.v.stride() == strides and strides[3] == 1, "keys and values must have the same strides and contiguous heads"
             assert q.stride(2) == 1 and (q.stride(1) == args.head_dim or args.heads == 1), "query heads must be contiguous"
-            layout = layouts[key] = _Layout(args, on, q.stride(0), kv.k.shape[1], strides, tensor_copies=copies)
+            layout = layouts[key] = Layout(args, on, q.stride(0), kv.k.shape[1], strides, tensor_copies=copies)
         out = torch.empty((q.shape[0], args.heads * args.head_dim), dtype=q.dtype, device=q.device)
         rows, decodes = batch.seq_lens.shape[0], batch.num_decodes
         if decodes:

@@ -36,7 +36,7 @@ def plan_kernel(
 ):
     """ITEMS items a program. `wanted` items fill the card, at most twice as many and one a row are made; `starts[b]` is row b's first.
 
-    With SHARED the items begin after the prefix that all rows share, and none is a row's only part.
+    With SHARED the items begin after the prefix that all rows share.
     """
     if PDL:
         gdc_wait()
@@ -79,10 +79,7 @@ def plan_kernel(
     tl.store(record, tl.where(real, owner, -1), mask=kept)
     tl.store(record + 1, low, mask=kept)
     tl.store(record + 2, high, mask=kept)
-    whole = (count == 1).to(tl.int32)
-    if SHARED:
-        whole = whole * 0
-    tl.store(record + 3, whole, mask=kept)
+    tl.store(record + 3, (count == 1).to(tl.int32), mask=kept)
 
 
 @triton.jit
@@ -91,23 +88,18 @@ def soft_cap(scores, SOFTCAP: tl.constexpr):
     return SOFTCAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634 / SOFTCAP)) + 1.0))
 
 
-@triton.jit(do_not_specialize=["table_stride"])
-def decode_kernel(
-    q_ptr,
+@triton.jit
+def attend_pages(
+    q,  # [ROWS, DIM_PAD]
     k_ptr,
     v_ptr,
-    table_ptr,
-    items_ptr,
-    partial_ptr,
-    stats_ptr,
-    out_ptr,
-    table_stride,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
+    table,
+    kv_head,
+    low,
+    high,
+    ROWS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
-    Q_STRIDE: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
@@ -117,47 +109,16 @@ def decode_kernel(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    LINES: tl.constexpr,  # L2 lines of 128 bytes a key
-    PDL: tl.constexpr,
 ):
-    """One item and one key head a program; the queries of the group are the rows of the products.
-
-    With PDL the items and older keys may be read before the predecessor (which writes this step's queries and keys) is done: the first
-    tile of keys is on its way into the L2 by then. The launch that follows the plan itself must be `serial`.
-    """
-    kv_head = tl.program_id(0)
-    item = tl.program_id(1)
+    """Softmax-weighted sum of the values of keys `low` to `high`, which every query sees: (sum, norm, maximum), not yet divided."""
     key = tl.arange(0, TILE)
-    if PDL:
-        gdc_launch_dependents()
-    row = tl.load(items_ptr + item * 4)
-    low = tl.load(items_ptr + item * 4 + 1)
-    high = tl.load(items_ptr + item * 4 + 2)
-    whole = tl.load(items_ptr + item * 4 + 3)
-    if PDL:
-        if row >= 0:
-            early = tl.minimum(low // TILE * TILE + key, high - 1)
-            page = tl.load(table_ptr + row * table_stride + early // PAGE).to(tl.int64)
-            base = tl.maximum(page, 0) * BLOCK_STRIDE + (early % PAGE) * TOKEN_STRIDE + kv_head * HEAD_STRIDE
-            line = tl.arange(0, LINES) * (DIM_PAD // LINES)
-            prefetch(k_ptr + base[:, None] + line[None, :])
-            prefetch(v_ptr + base[:, None] + line[None, :])
-        gdc_wait()
-    if row < 0:
-        return
-    member = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
-    dtype = q_ptr.dtype.element_ty
-    head = kv_head * GROUP + member
-    q_mask = (member < GROUP)[:, None] & (dim < DIM)[None, :]
-    q = tl.load(q_ptr + row.to(tl.int64) * Q_STRIDE + head[:, None] * DIM + dim[None, :], mask=q_mask, other=0.0)
+    dtype = q.dtype
     scale_log2 = SCALE * 1.4426950408889634
-    top = tl.full([GROUP_PAD], -1.0e30, tl.float32)
-    norm = tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
-    table = table_ptr + row * table_stride
-    begin = low // TILE * TILE
-    for start in tl.range(begin, high, TILE, num_stages=STAGES):
+    top = tl.full([ROWS], -1.0e30, tl.float32)
+    norm = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    for start in tl.range(low // TILE * TILE, high, TILE, num_stages=STAGES):
         at = start + key
         seen = (at >= low) & (at < high)
         if PAGE >= TILE:
@@ -184,6 +145,96 @@ def decode_kernel(
         norm = norm * shrink + tl.sum(weight, 1)
         acc = tl.dot(weight.to(dtype), v.to(dtype), acc * shrink[:, None], input_precision=PRECISION)
         top = new_top
+    return acc, norm, top
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_rows", "splits"])
+def decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    items_ptr,
+    partial_ptr,
+    stats_ptr,
+    shared_partial_ptr,
+    shared_stats_ptr,
+    out_ptr,
+    table_stride,
+    num_rows,
+    splits,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    Q_STRIDE: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # 0: none
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LINES: tl.constexpr,  # L2 lines of 128 bytes a key
+    SHARED: tl.constexpr,  # the rows share a prefix, whose partial results `shared_kernel` leaves
+    PDL: tl.constexpr,
+):
+    """One item and one key head a program; the queries of the group are the rows of the products.
+
+    With PDL the items and older keys may be read before the predecessor (which writes this step's queries and keys) is done: the first
+    tile of keys is on its way into the L2 by then. The launch that follows the plan itself must be `serial`. With SHARED the predecessor
+    is `shared_kernel`, which starts its successors once its own predecessors are done: the keys after the prefix are then read beside it,
+    and a row's only item adds the prefix and writes the output.
+    """
+    kv_head = tl.program_id(0)
+    item = tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+    row = tl.load(items_ptr + item * 4)
+    low = tl.load(items_ptr + item * 4 + 1)
+    high = tl.load(items_ptr + item * 4 + 2)
+    whole = tl.load(items_ptr + item * 4 + 3)
+    if PDL and not SHARED:
+        if row >= 0:
+            early = tl.minimum(low // TILE * TILE + tl.arange(0, TILE), high - 1)
+            page = tl.load(table_ptr + row * table_stride + early // PAGE).to(tl.int64)
+            base = tl.maximum(page, 0) * BLOCK_STRIDE + (early % PAGE) * TOKEN_STRIDE + kv_head * HEAD_STRIDE
+            line = tl.arange(0, LINES) * (DIM_PAD // LINES)
+            prefetch(k_ptr + base[:, None] + line[None, :])
+            prefetch(v_ptr + base[:, None] + line[None, :])
+        gdc_wait()
+    if row < 0:
+        if PDL and SHARED:
+            gdc_wait()
+        return
+    member = tl.arange(0, GROUP_PAD)
+    dim = tl.arange(0, DIM_PAD)
+    dtype = q_ptr.dtype.element_ty
+    head = kv_head * GROUP + member
+    q_mask = (member < GROUP)[:, None] & (dim < DIM)[None, :]
+    q = tl.load(q_ptr + row.to(tl.int64) * Q_STRIDE + head[:, None] * DIM + dim[None, :], mask=q_mask, other=0.0)
+    acc, norm, top = attend_pages(
+        q, k_ptr, v_ptr, table_ptr + row * table_stride, kv_head, low, high,
+        GROUP_PAD, DIM, DIM_PAD, PAGE, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, SCALE, SOFTCAP, TILE, STAGES, PRECISION,
+    )  # fmt: skip
+    if SHARED:
+        if PDL:
+            gdc_wait()
+        if whole > 0:
+            for part in range(splits):
+                shared_line = (part * num_rows + row) * HEADS + head
+                shared_top = tl.load(shared_stats_ptr + shared_line * 2, mask=member < GROUP, other=-1.0e30)
+                shared_norm = tl.load(shared_stats_ptr + shared_line * 2 + 1, mask=member < GROUP, other=0.0)
+                address = shared_line.to(tl.int64)[:, None] * DIM_PAD + dim[None, :]
+                value = tl.load(shared_partial_ptr + address, mask=(member < GROUP)[:, None], other=0.0)
+                new_top = tl.maximum(top, shared_top)
+                ours, theirs = tl.exp2(top - new_top), tl.exp2(shared_top - new_top)
+                norm = norm * ours + shared_norm * theirs
+                acc = acc * ours[:, None] + value * theirs[:, None]
+                top = new_top
     if whole > 0:
         out = out_ptr + row.to(tl.int64) * (HEADS * DIM) + head[:, None] * DIM + dim[None, :]
         tl.store(out, (acc / norm[:, None]).to(dtype), mask=q_mask)
@@ -219,7 +270,7 @@ def combine_kernel(
         gdc_wait()
     first = tl.load(starts_ptr + row)
     last = tl.load(starts_ptr + row + 1)
-    if MAX_SPLITS == 0 and last - first <= 1:
+    if last - first <= 1:
         return
     dim = tl.arange(0, DIM_PAD)
     part = tl.arange(0, PARTS)

@@ -44,6 +44,8 @@ def rope_reasons(args: RopeKVArgs) -> list[str]:
     reasons = _common(args, WIDTHS)
     if args.head_dim > 256:
         reasons.append(f"head size {args.head_dim} is over 256")
+    if args.kv_dtype == torch.int8:
+        reasons.append("int8 pages (codes and a scale a head) are written on CPUs alone")
     return reasons
 
 
@@ -71,7 +73,7 @@ def gated_reasons(args: FusedLinearArgs) -> list[str]:
 def attention_reasons(args: AttentionArgs) -> list[str]:
     reasons = _common(args, WIDTHS)
     if args.kv_dtype not in (args.dtype, torch.float8_e4m3fn):
-        reasons.append(f"pages in {args.kv_dtype} with queries in {args.dtype}")
+        reasons.append(f"pages in {args.kv_dtype} with queries in {args.dtype}: they need {args.dtype} or float8_e4m3fn")
     if reasons:  # a machine without a GPU never imports Triton
         return reasons
     shapes: list[str] = importlib.import_module("hexad.operators.triton.attention").attention_reasons(args)
