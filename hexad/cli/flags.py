@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from hexad.cli.settings import Settings, field_types, flag_name, load_settings
+from hexad.cli.settings import Settings, field_types, flag_name, list_items, load_settings
 from hexad.common.presets import PRESETS
 
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -92,7 +92,7 @@ def with_config(command: Callable[..., None], *, model_argument: bool = True) ->
     def run(**values: Any) -> None:
         flags = {key: values.pop(name) for name, key in options.items()}
         file, model, profile = values.pop("config_file"), values.pop("model_argument", None), values.pop("profile")
-        given = {key: _plain(value) for key, value in flags.items() if value is not None and value != []}
+        given = {key: _plain(key, value) for key, value in flags.items() if value is not None and value != []}
         if model is not None:
             given["model.model"] = model
         command(settings=load_settings(given, file, profile=profile), **values)
@@ -114,11 +114,11 @@ def with_config(command: Callable[..., None], *, model_argument: bool = True) ->
     return run
 
 
-def _plain(value: Any) -> Any:
+def _plain(key: str, value: Any) -> Any:
     """Repeated options may also hold comma-separated lists."""
     if not isinstance(value, list):
         return value
-    return [item.strip() for text in value for item in str(text).split(",") if item.strip()]
+    return [item for text in value for item in list_items(key, str(text))]
 
 
 def _parameter(name: str, kind: Any, info: Any, default: Any) -> inspect.Parameter:

@@ -163,9 +163,14 @@ def _holds(kind: Any, wanted: type) -> bool:
     return kind is wanted or (get_origin(kind) is UnionType and wanted in get_args(kind))
 
 
+def list_items(key: str, text: str) -> list[str]:
+    """What stands between the commas. An API key that is set but empty stays one, and is refused: it must not mean "no key needed"."""
+    return [item.strip() for item in text.split(",") if item.strip()] or ([""] if key == "server.api_key" else [])
+
+
 def _list(key: str, text: str) -> list[Any]:
     if not text.startswith("["):
-        return [item.strip() for item in text.split(",") if item.strip()]
+        return list_items(key, text)
     value = _json(key, text)
     return value if isinstance(value, list) else [value]
 

@@ -251,6 +251,8 @@ def test_tls(tiny: Path, tmp_path: Path) -> None:
         (["--dtype", "float13"], ["model.dtype", "float13", "flag --dtype"]),
         (["--host", "203.0.113.7"], ["203.0.113.7", "--port"]),
         (["--api-key", "sha256:zz"], ["server.api_key"]),
+        (["--api-key", ""], ["server.api_key"]),
+        (["--api-key", " , "], ["server.api_key"]),
         (["--ssl-certfile", "x.pem"], ["server.ssl_keyfile"]),
         (["--ssl-certfile", "x.pem", "--ssl-keyfile", "y.pem"], ["x.pem", "y.pem"]),
         (["--api-server-count", "2000"], ["server.api_server_count"]),

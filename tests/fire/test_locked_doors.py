@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import hmac
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
@@ -17,6 +18,8 @@ from tiny_model import served
 import hexad
 from hexad.application.api.app import build_app
 from hexad.application.api.auth import OPEN_PATHS, Keys
+from hexad.cli.settings import load_settings
+from hexad.common.errors import ConfigError
 
 KEY = "sk-a-key-that-nobody-guesses"
 SOURCES = sorted(Path(hexad.__file__).parent.rglob("*.py"))
@@ -191,3 +194,15 @@ def test_no_pickle_no_eval_no_torch_load() -> None:
         "run(c, shell=True)",
     ):
         assert dangers(ast.parse(code)), code
+
+
+@pytest.mark.parametrize("text", ["", " ", ",", '""', '[""]', "[]"])
+def test_b54_a_key_that_is_set_but_empty_opens_nothing(text: str, tmp_path: Path) -> None:
+    """A variable that a deployment forgot to fill: the server must not start without keys. Only an empty list says that none is wanted."""
+    (tmp_path / "c.yaml").write_text(f"server:\n  api_key: {json.dumps(text)}\n")
+    for file, env in ((None, {"HEXAD_SERVER__API_KEY": text}), (str(tmp_path / "c.yaml"), {})):
+        try:
+            keys = Keys(load_settings({}, file, env).config.server.api_key)
+        except ConfigError:
+            continue
+        assert bool(keys) == (text != "[]"), "the doors are open"
