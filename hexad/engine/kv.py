@@ -15,6 +15,7 @@ import torch
 from hexad.engine.plan import KVGroupSpec, KVLayout, KVMove
 from hexad.models.spec import ModelSpec
 from hexad.operators.batch import KVPages
+from hexad.operators.kv_int8 import row_width
 
 
 def kv_groups(spec: ModelSpec) -> tuple[KVGroupSpec, ...]:
@@ -28,14 +29,14 @@ def kv_groups(spec: ModelSpec) -> tuple[KVGroupSpec, ...]:
 def page_bytes(spec: ModelSpec, kv_dtype: torch.dtype, block_size: int) -> int:
     """Bytes of one block over all layers of one group."""
     layers = len(spec.kv_layer_groups[0][1])
-    return layers * 2 * block_size * spec.attention.kv_heads * spec.attention.head_dim * kv_dtype.itemsize
+    return layers * 2 * block_size * spec.attention.kv_heads * row_width(spec.attention.head_dim, kv_dtype) * kv_dtype.itemsize
 
 
 class KVStorage:
     """The pool. `layers[i]` are the pages of the model's layer i."""
 
     def __init__(self, layout: KVLayout, spec: ModelSpec, kv_dtype: torch.dtype, device: torch.device) -> None:
-        shape = (layout.num_blocks, layout.block_size, spec.attention.kv_heads, spec.attention.head_dim)
+        shape = (layout.num_blocks, layout.block_size, spec.attention.kv_heads, row_width(spec.attention.head_dim, kv_dtype))
         depth = len(spec.kv_layer_groups[0][1])
         self._pages = [KVPages(*(_zeros(shape, kv_dtype, device) for _ in range(2))) for _ in range(depth)]
         self.layers: list[KVPages] = [self._pages[0]] * spec.num_layers

@@ -106,5 +106,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """Bytes of keys and values of one token over all layers (no window taken into account)."""
-        per_layer = 2 * self.attention.kv_heads * self.attention.head_dim * DTYPE_BYTES[kv_dtype]
+        scale = 4 if kv_dtype == "int8" else 0  # of each head
+        per_layer = 2 * self.attention.kv_heads * (self.attention.head_dim * DTYPE_BYTES[kv_dtype] + scale)
         return int(self.num_layers * per_layer)

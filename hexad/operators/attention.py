@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from hexad.operators.args import AttentionArgs
 from hexad.operators.batch import AttentionBatch, KVPages
+from hexad.operators.kv_int8 import KV_INT8, dequantize_heads
 from hexad.operators.registry import Kernel, registry
 
 
@@ -96,13 +97,18 @@ def _chunk_piece(batch: AttentionBatch, row: int, start: int, queries: int, leng
     return Piece(index, slots, mask, causal, 1, queries, length - first)
 
 
+def gather_keys(args: AttentionArgs, piece: Piece, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The piece's keys (or values) from pages -> [rows, Hkv, keys, D]."""
+    width = pages.shape[-1]
+    flat = pages.view(-1, args.kv_heads * width).index_select(0, piece.slots).view(piece.rows, piece.keys, args.kv_heads, width)
+    return (dequantize_heads(flat, dtype) if pages.dtype == KV_INT8 else flat.to(dtype)).transpose(1, 2)
+
+
 def attend(args: AttentionArgs, piece: Piece, q: torch.Tensor, kv: KVPages) -> torch.Tensor:
     """Attention of one piece: q [rows * queries, Hq, D] -> [rows * queries, Hq * D]."""
     width, group = args.head_dim, args.heads // args.kv_heads
     grouped = q.view(piece.rows, piece.queries, args.kv_heads, group, width)
-    shape = (piece.rows, piece.keys, args.kv_heads, width)
-    k = kv.k.view(-1, args.kv_heads * width).index_select(0, piece.slots).view(shape).transpose(1, 2).to(q.dtype)  # [rows, Hkv, keys, D]
-    v = kv.v.view(-1, args.kv_heads * width).index_select(0, piece.slots).view(shape).transpose(1, 2).to(q.dtype)
+    k, v = (gather_keys(args, piece, pages, q.dtype) for pages in (kv.k, kv.v))  # [rows, Hkv, keys, D]
     if piece.queries == 1:
         out = _fused(args, grouped.squeeze(1), k, v, piece.mask.unsqueeze(1) if piece.mask is not None else None, causal=False)
         return out.reshape(piece.rows, -1)  # [rows, Hkv, G, D]

@@ -33,5 +33,5 @@ class AttentionBatch:
 class KVPages:
     """Paged keys and values of one layer: views into the engine's storage."""
 
-    k: torch.Tensor  # [num_blocks, block_size, kv_heads, head_dim]
-    v: torch.Tensor  # [num_blocks, block_size, kv_heads, head_dim]
+    k: torch.Tensor  # [num_blocks, block_size, kv_heads, head_dim]; int8: [..., head_dim + 4], codes and a scale (kv_int8.py)
+    v: torch.Tensor  # likewise

@@ -8,6 +8,7 @@
 - With `qk_norm`, `q_weight` and `k_weight` [D] normalise each head in float32, rounded as `rms_norm` does; else they are None.
 - Rotation is computed in float32 and rounded once.
 - K (turned) and V of token t go to `kv.k` and `kv.v` at flat slot `slots[t]` (block * block_size + offset); slot -1 is skipped.
+  Int8 pages take each head as codes and its scale (kv_int8.py).
 - Returns q [T, Hq, D] in `dtype`; it may be a view of `qkv`, which may be overwritten.
 
 On a CPU the reference keeps what it derived from the last `positions`, `slots` and `cos_sin` objects, because all layers of a kind pass
@@ -22,6 +23,7 @@ import torch
 
 from hexad.operators.args import NormArgs, RopeKVArgs
 from hexad.operators.batch import KVPages
+from hexad.operators.kv_int8 import KV_INT8, quantize_heads
 from hexad.operators.norm import rms_norm_reference
 from hexad.operators.registry import Kernel, registry
 
@@ -72,7 +74,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved
 def write_pages(pages: torch.Tensor, turns: Turns, values: torch.Tensor) -> None:
     """Write values [T, Hkv, D] into pages [blocks, block_size, Hkv, D] at flat slots; -1 is skipped."""
     flat, slots = pages.view(-1, *pages.shape[2:]), turns.slots
-    values = values.to(flat.dtype)
+    values = quantize_heads(values) if flat.dtype == KV_INT8 else values.to(flat.dtype)
     if turns.kept is not None:
         slots, values = slots[turns.kept], values[turns.kept]
     elif slots.device.type != "cpu":

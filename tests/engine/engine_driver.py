@@ -56,12 +56,21 @@ def reference_greedy(model, prompt: list[int], count: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-def make_executor(path: Path, *, dtype: str = "float32", num_blocks: int = 200, block_size: int = 16, max_num_seqs: int = 32, **model):
+def make_executor(
+    path: Path,
+    *,
+    dtype: str = "float32",
+    kv_dtype: str = "auto",
+    num_blocks: int = 200,
+    block_size: int = 16,
+    max_num_seqs: int = 32,
+    **model,
+):
     """A loaded executor with its pool allocated."""
     config = HexadConfig.parse(
         {
             "model": {"model": str(path), "dtype": dtype, **model},
-            "cache": {"kv_cache_memory_bytes": 2**28, "block_size": block_size},
+            "cache": {"kv_cache_memory_bytes": 2**28, "block_size": block_size, "kv_cache_dtype": kv_dtype},
             "scheduler": {"max_num_seqs": max_num_seqs},
         }
     )

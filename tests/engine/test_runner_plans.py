@@ -275,10 +275,12 @@ def test_bad_devices_and_dtypes_are_named(reference, folder):
     for values, text in (
         ({"device.device": "tpu"}, "'tpu'"),
         ({"device.device": "cuda:99"}, "'cuda:99'"),
-        ({"cache.kv_cache_dtype": "int8"}, "'int8'"),
+        ({"cache.kv_cache_dtype": "fp8"}, "'fp8'"),
     ):
         with pytest.raises(ConfigError, match=text):
             LocalExecutor(HexadConfig().with_values(values), spec, folder)
+    with pytest.raises(ConfigError, match="int8 keys and values are for CPUs; use auto"):
+        LocalExecutor(HexadConfig().with_values({"cache.kv_cache_dtype": "int8"}), spec, folder, device=torch.device("meta"))
 
 
 def test_host_work_of_a_decode_step_is_small(plans, rng, monkeypatch):

@@ -13,7 +13,7 @@ run() {  # standard error stays open for what a sanitizer says
 library=$("$python" -m hexad.operators.native.build --sanitize)
 echo "AddressSanitizer and UBSan"
 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-    HEXAD_NATIVE_LIBRARY="$library" run ${tests}_linear.py ${tests}_stack.py ${tests}_fuzz.py
+    HEXAD_NATIVE_LIBRARY="$library" run ${tests}_linear.py ${tests}_stack.py ${tests}_kv_int8.py ${tests}_fuzz.py
 
 library=$("$python" -m hexad.operators.native.build --threads)
 echo "ThreadSanitizer"

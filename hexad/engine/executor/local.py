@@ -29,6 +29,7 @@ from hexad.hardware.devices import describe, memory_bytes, resolve_device
 from hexad.models.build import build_model
 from hexad.models.loader import TORCH_DTYPES, open_weights
 from hexad.models.spec import ModelSpec
+from hexad.operators.kv_int8 import KV_INT8
 from hexad.operators.registry import registry
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class LocalExecutor:
         self.depth = 2 if config.scheduler.async_scheduling else 1
         self.dtype = _dtype(config.model.dtype, spec)
         kv_dtype = config.cache.kv_cache_dtype
-        self.kv_dtype = self.dtype if kv_dtype == "auto" else _kv_dtype(kv_dtype)
+        self.kv_dtype = self.dtype if kv_dtype == "auto" else _kv_dtype(kv_dtype, self.device)
         self.block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
         self.max_num_seqs = config.scheduler.max_num_seqs or DEFAULT_MAX_NUM_SEQS
         self.max_batched_tokens = config.scheduler.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS
@@ -192,9 +193,15 @@ def _dtype(name: str, spec: ModelSpec) -> torch.dtype:
     return TORCH_DTYPES[stored if name == "auto" else name]
 
 
-def _kv_dtype(name: str) -> torch.dtype:
+def _kv_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "int8":
+        if device.type != "cpu":
+            raise ConfigError(f"kv_cache_dtype is 'int8' on {device}: int8 keys and values are for CPUs; use auto, bfloat16 or float16")
+        return KV_INT8
     if name not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"kv_cache_dtype is {name!r}: this executor stores keys and values as auto, float32, bfloat16 or float16")
+        raise ConfigError(
+            f"kv_cache_dtype is {name!r}: this executor stores keys and values as auto, float32, bfloat16, float16, on CPUs int8"
+        )
     return TORCH_DTYPES[name]
 
 

@@ -8,6 +8,7 @@ import torch
 from hexad.models.build import Model
 from hexad.models.inputs import ForwardInputs
 from hexad.operators.batch import AttentionBatch, KVPages
+from hexad.operators.kv_int8 import row_width
 
 
 @torch.inference_mode()
@@ -19,7 +20,7 @@ def activation_peak_bytes(
     tokens = min(max_batched_tokens, spec.max_len)
     rows = -(-max_batched_tokens // tokens)
     blocks = -(-tokens // block_size)
-    shape = (blocks, block_size, spec.attention.kv_heads, spec.attention.head_dim)
+    shape = (blocks, block_size, spec.attention.kv_heads, row_width(spec.attention.head_dim, kv_dtype))
     pages = KVPages(torch.zeros(shape, dtype=kv_dtype, device=device), torch.zeros(shape, dtype=kv_dtype, device=device))
     inputs = _largest_step(len(spec.kv_layer_groups), rows, tokens, blocks, block_size, device)
     torch.cuda.synchronize(device)

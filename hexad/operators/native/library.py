@@ -26,7 +26,7 @@ from hexad.operators.packed import INT8_ROWS
 
 log = logging.getLogger(__name__)
 
-VERSION = 4
+VERSION = 5
 SOURCES = {  # formats of rows that can be packed, as pack.h numbers them
     "q4_0": 0, "q4_1": 1, "q8_0": 2, "bfloat16": 3, "float32": 4, "q5_0": 5, "q5_1": 6, "q4_k": 7, "q5_k": 8, "q6_k": 9, "q3_k": 10,
     INT8_ROWS: 11,
@@ -34,6 +34,7 @@ SOURCES = {  # formats of rows that can be packed, as pack.h numbers them
 BLOCKS = {name: 256 if name.endswith("_k") else 32 for name in SOURCES if name.startswith("q")}  # columns of a block
 MAX_PARTS = 8  # of a weight whose rows are in several formats (runtime.cpp)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+PAGE_DTYPES = {**DTYPES, torch.int8: 2}  # of keys and values
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 STORE, GATED, ACT = 0, 2, 3  # what becomes of a product (weight.h)
 

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from hexad.operators.batch import AttentionBatch, KVPages
+from hexad.operators.kv_int8 import row_width
 from hexad.operators.native.library import (
     ACTIVATIONS,
     DTYPES,
+    PAGE_DTYPES,
     GroupCall,
     LayerDesc,
     PackedWeight,
@@ -37,8 +39,8 @@ def supports_stack(args: StackArgs) -> list[str]:
         reasons.append(f"needs heads of a multiple of {LANES} features, at most {MAX_HEAD_DIM}, not {dim}")
     if args.gated and args.intermediate % LANES:
         reasons.append(f"needs a multiple of {LANES} intermediate features, not {args.intermediate}")
-    if args.dtype not in DTYPES or kv_dtype not in DTYPES:
-        reasons.append(f"needs float32 or bfloat16, not {args.dtype} with pages in {kv_dtype}")
+    if args.dtype not in DTYPES or kv_dtype not in PAGE_DTYPES:
+        reasons.append(f"needs float32 or bfloat16 (pages also int8), not {args.dtype} with pages in {kv_dtype}")
     if args.activation not in ACTIVATIONS:
         reasons.append(f"has no activation {args.activation}")
     if reasons:
@@ -92,7 +94,7 @@ class NativeStack:
             gated=args.gated,
             layers=len(params.layers),
             dtype=DTYPES[args.dtype],
-            kv_dtype=DTYPES[attention.kv_dtype],
+            kv_dtype=PAGE_DTYPES[attention.kv_dtype],
             eps=args.eps,
             scale=attention.scale,
             softcap=attention.softcap or 0.0,
@@ -105,7 +107,10 @@ class NativeStack:
     def pages(self, kv_layers: Sequence[KVPages]) -> tuple[Any, Any]:
         """Pointers to the layers' pages; the same list as last time costs nothing."""
         if kv_layers is not self._pages:
+            attention = self.args.attention
+            assert kv_layers[0].k.shape[-1] == row_width(attention.head_dim, attention.kv_dtype)
             for kv in kv_layers:
+                assert kv.k.dtype == kv.v.dtype == attention.kv_dtype
                 assert kv.k.is_contiguous() and kv.v.is_contiguous() and kv.k.shape == kv.v.shape == kv_layers[0].k.shape
             make = ctypes.c_void_p * len(kv_layers)
             self._keys = make(*(kv.k.data_ptr() for kv in kv_layers))

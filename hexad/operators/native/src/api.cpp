@@ -90,7 +90,7 @@ extern "C" {
 
 #pragma GCC visibility push(default)
 
-int32_t hx_version() { return 4; }
+int32_t hx_version() { return 5; }
 
 // Chooses the instruction set: `name`, or the best if it is empty. The name of the one taken; null: this machine has no such one.
 const char* hx_choose(const char* name) {

@@ -10,7 +10,7 @@ struct Keys {
 
   int64_t place(int key) const {
     const int64_t slot = static_cast<int64_t>(table[key / t.block_size]) * t.block_size + key % t.block_size;
-    return (slot * t.kv_heads + head) * t.dim;
+    return (slot * t.kv_heads + head) * t.kv_width;
   }
 };
 
@@ -20,7 +20,7 @@ constexpr int kAhead = 32;  // keys whose memory is asked for before it is neede
 // Where keys [first, end) lie -> out[0 ...], padded by repeating the last one to whole vectors and kAhead keys more.
 static inline void places(const Keys& keys, int first, int end, int64_t* out) {
   const AttentionTask& t = keys.t;
-  const int64_t step = static_cast<int64_t>(t.kv_heads) * t.dim;
+  const int64_t step = static_cast<int64_t>(t.kv_heads) * t.kv_width;
   int count = 0;
   for (int key = first; key < end;) {
     const int in_page = t.block_size - key % t.block_size, run = end - key < in_page ? end - key : in_page;
@@ -33,9 +33,29 @@ static inline void places(const Keys& keys, int first, int end, int64_t* out) {
 }
 
 static inline void prefetch(const void* base, int32_t dtype, int64_t at, int dim) {
-  const int bytes = dtype == kBF16 ? 2 : 4;
+  const int bytes = dtype == kI8 ? 1 : dtype == kBF16 ? 2 : 4;
   const char* memory = static_cast<const char*>(base) + at * bytes;
   for (int line = 0; line < dim * bytes; line += 64) __builtin_prefetch(memory + line);
+}
+
+// 16 numbers of a page; those of int8 ones without their scale.
+template <int kKvDtype>
+static inline f16v load_page(const void* base, int64_t at) {
+  return kKvDtype == kI8 ? from_int8(static_cast<const uint8_t*>(base) + at) : load_as_float(base, kKvDtype, at);
+}
+
+// The scale of the int8 head at `at`.
+static inline float scale_at(const void* base, int64_t at, int dim) {
+  float scale;
+  memcpy(&scale, static_cast<const uint8_t*>(base) + at + dim, kScaleBytes);
+  return scale;
+}
+
+// The scales of 16 of them.
+static inline f16v scales_at(const void* base, const int64_t* at, int dim) {
+  f16v scales;
+  for (int j = 0; j < kLanes; ++j) scales[j] = scale_at(base, at[j], dim);
+  return scales;
 }
 
 // Queries of kHeads heads as the scores take them: float32 times the scale, or bfloat16 pairs.
@@ -66,7 +86,7 @@ static inline void score_block(const AttentionTask& t, const Queries<kHeads>& q,
     f16v acc[kHeads];
     for (int h = 0; h < kHeads; ++h) acc[h] = f16v{};
     for (int i = 0; i < t.dim; i += kLanes) {
-      const f16v k = load_as_float(t.k, kKvDtype, at[j] + i);
+      const f16v k = load_page<kKvDtype>(t.k, at[j] + i);
       for (int h = 0; h < kHeads; ++h) acc[h] += load(q.wide + h * t.dim + i) * k;
     }
     for (int h = 0; h < kHeads; ++h) terms[h][j] = acc[h];
@@ -102,7 +122,7 @@ static inline void mix(const AttentionTask& t, const int64_t* at, int count, con
   for (int j = 0; j < count; ++j) {
     prefetch(t.v, kKvDtype, at[j + kAhead] + feature, kVectors * kLanes);
     f16v v[kVectors];
-    for (int i = 0; i < kVectors; ++i) v[i] = load_as_float(t.v, kKvDtype, at[j] + feature + i * kLanes);
+    for (int i = 0; i < kVectors; ++i) v[i] = load_page<kKvDtype>(t.v, at[j] + feature + i * kLanes);
     for (int h = 0; h < kHeads; ++h) {
       const float p = scores[h * stride + j];
       for (int i = 0; i < kVectors; ++i) total[h][i] += p * v[i];
@@ -125,6 +145,10 @@ static inline void attend_heads(const AttentionTask& t, int token, int head, con
   for (int key = 0; key < count; key += kLanes) {
     f16v block[kHeads];
     score_block<kHeads, kKvDtype>(t, q, at + key, block);
+    if (kKvDtype == kI8) {
+      const f16v scales = scales_at(t.k, at + key, t.dim);
+      for (int h = 0; h < kHeads; ++h) block[h] *= scales;
+    }
     for (int h = 0; h < kHeads; ++h) {
       const f16v s = block[h] * t.scale;
       store(scores + h * stride + key, t.softcap > 0 ? t.softcap * tanh(s / t.softcap) : s);
@@ -133,6 +157,12 @@ static inline void attend_heads(const AttentionTask& t, int token, int head, con
   float inverse[kHeads];
   for (int j = 0; j < kAhead && j < count; ++j) prefetch(t.v, kKvDtype, at[j], t.dim);
   for (int h = 0; h < kHeads; ++h) inverse[h] = 1.0f / softmax(scores + h * stride, count);
+  if (kKvDtype == kI8) {
+    for (int key = 0; key < count; key += kLanes) {  // padding repeats a visible key's place, and its probability is 0
+      const f16v scales = scales_at(t.v, at + key, t.dim);
+      for (int h = 0; h < kHeads; ++h) store(scores + h * stride + key, load(scores + h * stride + key) * scales);
+    }
+  }
   for (int feature = 0; feature < t.dim;) {
     const int left = (t.dim - feature) / kLanes, vectors = left >= 4 ? 4 : left >= 2 ? 2 : 1;
     f16v acc[kHeads][4];
@@ -187,6 +217,8 @@ static void attention(const AttentionTask* task, int chunk, uint8_t* scratch) {
     places(keys, first, end, at);
     if (t.kv_dtype == kBF16) {
       attend_group<kBF16>(t, token, head, head + group, at, end - first, scores);
+    } else if (t.kv_dtype == kI8) {
+      attend_group<kI8>(t, token, head, head + group, at, end - first, scores);
     } else {
       attend_group<kF32>(t, token, head, head + group, at, end - first, scores);
     }

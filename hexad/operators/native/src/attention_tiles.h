@@ -3,7 +3,7 @@
 // key head are stacked: lane m of all tiles is query m / group, head m % group.
 
 static inline bool tiles_serve(const AttentionTask& t, int queries) {
-  return t.q_dtype == kBF16 && t.kv_dtype == kBF16 && t.softcap == 0 && t.dim % 32 == 0 && t.block_size % 16 == 0 && queries >= 4;
+  return t.q_dtype == kBF16 && t.kv_dtype != kF32 && t.softcap == 0 && t.dim % 32 == 0 && t.block_size % 16 == 0 && queries >= 4;
 }
 
 static inline void transpose_words(u16v* rows) {  // 16 x 16
@@ -36,12 +36,32 @@ static inline void transpose_words(u16v* rows) {  // 16 x 16
   }
 }
 
+// int8 keys or values of 32 keys -> bfloat16 [32][dim]. Keys outside [begin, end) are zero.
+static inline void widen_keys(const Keys& keys, const void* pages, int first, int begin, int end, uint16_t* out) {
+  const AttentionTask& t = keys.t;
+  for (int j = 0; j < 32; ++j, out += t.dim) {
+    if (first + j < begin || first + j >= end) {
+      memset(out, 0, static_cast<size_t>(t.dim) * 2);
+      continue;
+    }
+    const int64_t at = keys.place(first + j);
+    const float scale = scale_at(pages, at, t.dim);
+    for (int i = 0; i < t.dim; i += kLanes) store_bf16(out + i, load_page<kI8>(pages, at + i) * scale);
+  }
+}
+
 // Values of 32 keys -> dim / 16 tiles [16 features][32 keys]. Keys outside [begin, end) are zero: their memory may hold anything.
 static inline void transpose_values(const Keys& keys, int first, int begin, int end, uint8_t* tiles) {
   const AttentionTask& t = keys.t;
   const uint16_t* v = static_cast<const uint16_t*>(t.v);
   const uint16_t* rows[32];
-  for (int j = 0; j < 32; ++j) rows[j] = first + j >= begin && first + j < end ? v + keys.place(first + j) : nullptr;
+  alignas(64) uint16_t wide[32 * 256];
+  if (t.kv_dtype == kI8) {
+    widen_keys(keys, t.v, first, begin, end, wide);
+    for (int j = 0; j < 32; ++j) rows[j] = wide + static_cast<int64_t>(j) * t.dim;
+  } else {
+    for (int j = 0; j < 32; ++j) rows[j] = first + j >= begin && first + j < end ? v + keys.place(first + j) : nullptr;
+  }
   for (int feature = 0; feature < t.dim; feature += 16) {
     u16v pairs[16];
     for (int r = 0; r < 16; ++r) {
@@ -69,11 +89,8 @@ static inline void query_tiles(const AttentionTask& t, int first_token, int head
   }
 }
 
-// Scores of 16 keys for 16 queries -> out [16 keys][16].
-static inline void score_tile(const Keys& keys, int first, const uint8_t* queries, float* out) {
-  const AttentionTask& t = keys.t;
-  const uint16_t* k = static_cast<const uint16_t*>(t.k) + keys.place(first);
-  const int64_t stride = static_cast<int64_t>(t.kv_heads) * t.dim * 2;
+// Scores of 16 keys, `stride` bytes apart, for 16 queries -> out [16 keys][16].
+static inline void score_tile(const AttentionTask& t, const uint16_t* k, int64_t stride, const uint8_t* queries, float* out) {
   _tile_zero(0);
   for (int feature = 0; feature < t.dim; feature += 32) {
     _tile_loadd(4, k + feature, stride);
@@ -179,7 +196,12 @@ static void attend_tiles(const Keys& keys, int row, int low, int high, uint8_t* 
   uint8_t* queries_at = values + static_cast<int64_t>(blocks) * t.dim * 64;
   uint8_t* probabilities = queries_at + t.dim * 32;
   float* scores = reinterpret_cast<float*>(probabilities + static_cast<int64_t>(blocks) * 1024);
+  // keys of int8 pages, widened once a chunk: each 16 queries read them again
+  uint16_t* wide = reinterpret_cast<uint16_t*>(scores + static_cast<int64_t>(blocks) * 512);
+  const bool widened = t.kv_dtype == kI8;
+  const int64_t stride = widened ? t.dim * 2 : static_cast<int64_t>(t.kv_heads) * t.dim * 2;
   for (int block = 0; block < blocks; ++block) {
+    if (widened) widen_keys(keys, t.k, base + 32 * block, begin, end, wide + static_cast<int64_t>(block) * t.dim * 32);
     transpose_values(keys, base + 32 * block, begin, end, values + static_cast<int64_t>(block) * t.dim * 64);
   }
   configure_tiles();
@@ -191,7 +213,9 @@ static void attend_tiles(const Keys& keys, int row, int low, int high, uint8_t* 
     const Span span{base, computed + low + (lane + lanes - 1) / group + 1};
     const int count = (span.end - base + 31) / 32;
     for (int key = base; key < base + 32 * count; key += 16) {
-      if (key < end) score_tile(keys, key, queries_at, scores + static_cast<int64_t>(key - base) * 16);
+      if (key >= end) continue;
+      const uint16_t* k = widened ? wide + static_cast<int64_t>(key - base) * t.dim : static_cast<const uint16_t*>(t.k) + keys.place(key);
+      score_tile(t, k, stride, queries_at, scores + static_cast<int64_t>(key - base) * 16);
     }
     i16v last_key;
     for (int m = 0; m < 16; ++m) last_key[m] = computed + low + (lane + (m < lanes ? m : lanes - 1)) / group;

@@ -54,6 +54,8 @@ static void norm(const NormTask* task, int chunk) {
   }
 }
 
+constexpr float kSmallestTop = 1e-30f;  // int8 heads whose largest number is below are zero: 127 / largest stays finite
+
 // One head: (norm,) turn the first `rotary` features, write to `out`.
 static inline void turn(const RopeTask& t, const float* x, const float* weight, const float* turns, void* out, int32_t dtype, int64_t at) {
   float normed[512];
@@ -80,11 +82,43 @@ static inline void turn(const RopeTask& t, const float* x, const float* weight, 
   widen(x + t.rotary, kF32, static_cast<uint8_t*>(out) + (at + t.rotary) * (dtype == kBF16 ? 2 : 4), dtype, t.dim - t.rotary);
 }
 
+// One head's keys or values -> int8 codes and their scale, largest / 127. A head that holds a NaN or an infinity reads back as NaN.
+static inline void quantize_head(const float* x, int dim, uint8_t* out) {
+  f16v tops = {}, poison = {};
+  for (int i = 0; i < dim; i += kLanes) {
+    const f16v value = load(x + i);
+    tops = max(max(value, -value), tops);
+    poison += value * 0.0f;
+  }
+  const float top = largest(tops), bad = sum(poison);
+  const bool clean = bad == 0, spread = clean && top >= kSmallestTop;
+  const float scale = clean ? (spread ? top / 127.0f : 0.0f) : bad, inverse = spread ? 127.0f / top : 0.0f;
+  for (int i = 0; i < dim; i += kLanes) {
+    const f16v code = clean ? round_nearest(load(x + i) * inverse) : f16v{};
+    const c16v bytes = __builtin_convertvector(__builtin_convertvector(code, i16v), c16v);
+    memcpy(out + i, &bytes, kLanes);
+  }
+  memcpy(out + dim, &scale, kScaleBytes);
+}
+
+// As `turn` and `widen`, into int8 pages.
+static inline void write_int8(const RopeTask& t, const float* k, const float* turns, int64_t place) {
+  alignas(64) float turned[512];
+  const float* v = k + static_cast<int64_t>(t.kv_heads) * t.dim;
+  for (int head = 0; head < t.kv_heads; ++head) {
+    const int64_t at = place + static_cast<int64_t>(head) * t.kv_width;
+    turn(t, k + head * t.dim, t.k_norm, turns, turned, kF32, 0);
+    quantize_head(turned, t.dim, static_cast<uint8_t*>(t.k) + at);
+    quantize_head(v + head * t.dim, t.dim, static_cast<uint8_t*>(t.v) + at);
+  }
+}
+
 static void rope(const RopeTask* task, int chunk) {
   const RopeTask& t = *task;
   const int first = chunk * t.tokens_per_chunk;
   const int last = first + t.tokens_per_chunk < t.tokens ? first + t.tokens_per_chunk : t.tokens;
   const int64_t width = static_cast<int64_t>(t.heads + 2 * t.kv_heads) * t.dim, kv_width = static_cast<int64_t>(t.kv_heads) * t.dim;
+  const int64_t page_width = static_cast<int64_t>(t.kv_heads) * t.kv_width;
   for (int token = first; token < last; ++token) {
     const float* qkv = t.qkv + token * width;
     const float* turns = t.rotary ? t.cos_sin + t.positions[token] * t.rotary : nullptr;
@@ -92,8 +126,12 @@ static void rope(const RopeTask* task, int chunk) {
       turn(t, qkv + head * t.dim, t.q_norm, turns, t.q, t.q_dtype, static_cast<int64_t>(token) * t.heads * t.dim + head * t.dim);
     }
     if (t.slots[token] < 0) continue;
-    const int64_t place = t.slots[token] * kv_width;
+    const int64_t place = t.slots[token] * page_width;
     const float* k = qkv + static_cast<int64_t>(t.heads) * t.dim;
+    if (t.kv_dtype == kI8) {
+      write_int8(t, k, turns, place);
+      continue;
+    }
     for (int head = 0; head < t.kv_heads; ++head) turn(t, k + head * t.dim, t.k_norm, turns, t.k, t.kv_dtype, place + head * t.dim);
     const int bytes = t.kv_dtype == kBF16 ? 2 : 4;
     widen(k + kv_width, kF32, static_cast<uint8_t*>(t.v) + place * bytes, t.kv_dtype, kv_width);

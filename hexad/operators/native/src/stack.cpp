@@ -92,8 +92,8 @@ bool allocate(Step& s) {
   s.attended = w.attended.ensure(rows * s.ldq * item);
   s.gated = w.gated.ensure(rows * s.ldi * item);
   const int64_t padded_keys = (s.longest + 63) / 64 * 64;
-  // of attention_tiles.h: values, probabilities and scores of each key; queries
-  const int64_t tiles = (padded_keys + 64) * (2 * d.dim + 96) + 32 * d.dim;
+  // of attention_tiles.h: values, probabilities and scores of each key, widened keys of int8 pages; queries
+  const int64_t tiles = (padded_keys + 64) * ((d.kv_dtype == kI8 ? 4 : 2) * d.dim + 96) + 32 * d.dim;
   const bool scratch = s.r.reserve_scratch(std::max<int64_t>(24 * padded_keys, s.widest > 1 ? tiles : 0) + 4096);
   if (!(s.residual && s.branch && s.normed && s.qkv && s.q && s.attended && s.gated && scratch)) return false;
   clear_padding(s.normed, rows, d.hidden, s.ldh, item);
@@ -123,11 +123,14 @@ bool product_added(Step& s, const Weight* weight, const void* x, int64_t ldx, co
   return true;
 }
 
+// Numbers of a head in the pages.
+int32_t page_width(const StackDesc& d) { return d.kv_dtype == kI8 ? d.dim + kScaleBytes : d.dim; }
+
 void run_rope(Step& s, const LayerDesc& layer, int index) {
   const StackDesc& d = s.d;
   const int per_chunk = std::max(4, (s.c.tokens + 4 * s.r.threads - 1) / (4 * s.r.threads));
   RopeTask task{s.qkv, s.c.positions, s.c.groups[layer.kv_group].slots, layer.cos_sin, layer.q_norm, layer.k_norm, d.eps,
-                s.c.tokens, d.heads, d.kv_heads, d.dim, d.rotary, d.interleaved, per_chunk, s.x_dtype, d.kv_dtype,
+                s.c.tokens, d.heads, d.kv_heads, d.dim, d.rotary, d.interleaved, per_chunk, s.x_dtype, d.kv_dtype, page_width(d),
                 s.q, s.c.keys[index], s.c.values[index]};
   s.r.workers().run((s.c.tokens + per_chunk - 1) / per_chunk, [&](int chunk, int) { s.r.kernels->rope(&task, chunk); });
 }
@@ -138,7 +141,7 @@ void run_attention(Step& s, const LayerDesc& layer, int index) {
   const int per_chunk = std::min(s.widest, 128);
   const int parts = (s.widest + per_chunk - 1) / per_chunk;
   AttentionTask task{s.q, s.c.keys[index], s.c.values[index], s.c.query_start, s.c.seq_lens, group.block_table, group.table_stride,
-                     s.c.rows, d.heads, d.kv_heads, d.dim, s.c.block_size, layer.window, d.scale, d.softcap,
+                     s.c.rows, d.heads, d.kv_heads, d.dim, page_width(d), s.c.block_size, layer.window, d.scale, d.softcap,
                      s.x_dtype, d.kv_dtype, s.x_dtype, per_chunk, parts, s.attended, s.ldq};
   s.r.workers().run(s.c.rows * d.kv_heads * parts,
                     [&](int chunk, int thread) { s.r.kernels->attention(&task, chunk, s.r.scratch_of(thread)); });

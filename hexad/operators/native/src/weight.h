@@ -29,7 +29,9 @@ constexpr int kSuper = 8;   // groups that share a k-quant's multipliers
 
 // K: scales of k-quants.
 enum Format : int32_t { kInt4 = 0, kInt8 = 1, kBFloat16 = 2, kInt6 = 3, kInt4K = 4, kInt6K = 5 };
-enum Dtype : int32_t { kF32 = 0, kBF16 = 1 };
+enum Dtype : int32_t { kF32 = 0, kBF16 = 1, kI8 = 2 };  // kI8: of pages alone
+
+constexpr int kScaleBytes = 4;  // int8 pages: a head's codes are followed by their float32 scale
 enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kNone = 4 };
 
 struct Weight {
@@ -96,8 +98,9 @@ struct RopeTask {
   int32_t tokens, heads, kv_heads, dim, rotary, interleaved;
   int32_t tokens_per_chunk;
   int32_t q_dtype, kv_dtype;
+  int32_t kv_width;  // numbers of a head in the pages: dim; of int8 dim + kScaleBytes
   void* q;  // [tokens][heads * dim]
-  void* k;  // pages, [slots][kv_heads * dim]
+  void* k;  // pages, [slots][kv_heads * kv_width]
   void* v;
 };
 
@@ -109,7 +112,7 @@ struct AttentionTask {
   const int32_t* seq_lens;
   const int32_t* block_table;
   int64_t table_stride;
-  int32_t rows, heads, kv_heads, dim, block_size;
+  int32_t rows, heads, kv_heads, dim, kv_width, block_size;
   int32_t window;  // 0: none
   float scale, softcap;  // softcap 0: none
   int32_t q_dtype, kv_dtype, out_dtype;
