@@ -49,10 +49,10 @@ class Sampled:
         """[R] bool: NaN, or no finite logit; that request alone must fail."""
         return self.codes != 0
 
-    def first(self, rows: int) -> Sampled:
-        """The first `rows` of a result without log-probabilities."""
+    def part(self, low: int, high: int) -> Sampled:
+        """Rows `low` to `high` of a result without log-probabilities."""
         assert self.logprobs is None
-        return Sampled(self.token_ids[:rows], self.codes[:rows], None, (), ())
+        return Sampled(self.token_ids[low:high], self.codes[low:high], None, (), ())
 
     def to_cpu(self) -> Sampled:
         """Start the copy to the host. From CUDA it is asynchronous: wait for an event recorded after this call before reading."""
