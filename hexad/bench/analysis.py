@@ -162,6 +162,7 @@ def profile(
     steps: Annotated[int, typer.Option(help="decode steps recorded")] = 32,
     by_layer: Annotated[bool, typer.Option("--by-layer", help="do without whole-network operators, to see inside them")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="a GPU's idle time instead, with graphs, from the profiler's trace")] = False,
+    mixed: Annotated[bool, typer.Option("--mixed", help="with --trace: streams that go on, so that prompts join the steps")] = False,
     trace_file: Annotated[Path | None, typer.Option("--trace-file", help="with --trace: keep the trace here (.json or .json.gz)")] = None,
     option: EngineOption = None,
     calibration_s: CalibrationOption = 0.3,
@@ -181,7 +182,7 @@ def profile(
         from hexad.operators.load import load_operators
 
         if trace:
-            traced(model, batch or [256], prompt, steps, engine_options(option), json_path, trace_file)
+            traced(model, batch or [256], prompt, steps, engine_options(option), json_path, trace_file, mixed=mixed)
             return
         options = {"enforce_eager": True, "enable_prefix_caching": False} | engine_options(option)
         if is_shape(model):
@@ -224,7 +225,9 @@ def device_of(options: dict[str, Any]) -> str:
     return "cuda" if str(options.get("device") or "auto") != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def traced(model: str, sizes: list[int], prompt: int, steps: int, options: dict[str, Any], path: Path | None, keep: Path | None) -> None:
+def traced(
+    model: str, sizes: list[int], prompt: int, steps: int, options: dict[str, Any], path: Path | None, keep: Path | None, *, mixed: bool
+) -> None:
     """The body of `profile --trace`.
 
     Raises:
@@ -243,12 +246,12 @@ def traced(model: str, sizes: list[int], prompt: int, steps: int, options: dict[
         options.setdefault("load_format", "dummy")
     options = {"enable_prefix_caching": False, "max_num_seqs": max(sizes)} | options
     spec, stored = read_facts(model)
-    result = results.new_result("trace", None, spec.name, stored.name)
+    result = results.new_result("trace-mixed" if mixed else "trace", None, spec.name, stored.name)
     face = InProcess(resolve_model(model), options)
     found: dict[str, dict[str, Any]] = {}
     try:
         for size in sizes:
-            measured = trace.trace_decode(face, size, prompt, steps, keep)
+            measured = trace.trace_decode(face, size, prompt, steps, keep, mixed=mixed)
             result["flags"] += trace.flags(measured)
             for name, value in measured.items():
                 found.setdefault(name, {})[str(size)] = value

@@ -166,25 +166,44 @@ def decode_window(face: Any, batch: int, prompt: int, steps: int, begin: Callabl
     """Run a full batch; between `begin()` and `end()` (which waits for the device) it decodes `steps` steps or a few more."""
     from hexad.bench.loads import random_prompts
 
-    prompts = random_prompts(batch, prompt, face.vocab_size, seed=1)
     face.run(random_prompts(batch, prompt, face.vocab_size, seed=2), 4)
-    state: dict[str, float] = {}
+    window = _Window(2 * batch, steps * batch, begin, end)
+    face.run(random_prompts(batch, prompt, face.vocab_size, seed=1), steps + 8, tick=window.tick)
+    return window.measured(batch) | {"context": prompt + 2 + steps / 2}
 
-    def tick(_finished: int, tokens: int) -> None:
-        if "start" not in state and tokens >= 2 * batch:
-            begin()
-            state["start"], state["tokens"] = time.perf_counter(), tokens
-        elif "start" in state and "end" not in state and tokens >= state["tokens"] + steps * batch:
-            end()
-            state["end"], state["last"] = time.perf_counter(), tokens
 
-    face.run(prompts, steps + 8, tick=tick)
-    return {
-        "steps": (state["last"] - state["tokens"]) / batch,
-        "wall_s": state["end"] - state["start"],
-        "batch": batch,
-        "context": prompt + 2 + steps / 2,
-    }
+def stream_window(face: Any, batch: int, prompt: int, steps: int, begin: Callable[[], Any], end: Callable[[], Any]) -> dict[str, Any]:
+    """The same with `batch` streams, each of which sends a new request when one ends: steps mix prompts and decoding.
+
+    A step counts when all streams got a token on the average.
+    """
+    from hexad.bench.loads import random_prompts
+
+    window = _Window(batch * steps, steps * batch, begin, end)
+    prompts = random_prompts(4 * batch, prompt, face.vocab_size, seed=1)
+    face.run(prompts, steps, concurrency=batch, tick=window.tick)
+    return window.measured(batch) | {"context": prompt + steps / 2}
+
+
+class _Window:
+    """Calls `begin` once `skipped` tokens are there, and `end` after `counted` more."""
+
+    def __init__(self, skipped: int, counted: int, begin: Callable[[], Any], end: Callable[[], Any]) -> None:
+        self.skipped, self.counted, self.begin, self.end = skipped, counted, begin, end
+        self.first: tuple[float, int] | None = None
+        self.last: tuple[float, int] | None = None
+
+    def tick(self, _finished: int, tokens: int) -> None:
+        if self.first is None and tokens >= self.skipped:
+            self.begin()
+            self.first = time.perf_counter(), tokens
+        elif self.first is not None and self.last is None and tokens >= self.first[1] + self.counted:
+            self.end()
+            self.last = time.perf_counter(), tokens
+
+    def measured(self, batch: int) -> dict[str, Any]:
+        assert self.first is not None and self.last is not None, "the run was too short"
+        return {"steps": (self.last[1] - self.first[1]) / batch, "wall_s": self.last[0] - self.first[0], "batch": batch}
 
 
 def profile_decode(face: Any, recorder: Recorder, batch: int, prompt: int, steps: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hexad.bench.profile import decode_window
+from hexad.bench.profile import decode_window, stream_window
 
 LIMIT = 0.03  # of the time: more idle than this between launches is flagged
 TRIMMED = 0.1  # of the window at either end: the profiler starts and stops there
@@ -86,12 +86,16 @@ def costliest(spans: Iterable[Span], count: int = 12) -> list[dict[str, Any]]:
     return [{"kernel": name, "ms": ms, "calls": int(calls)} for name, (ms, calls) in ranked]
 
 
-def trace_decode(face: Any, batch: int, prompt: int, steps: int, file: Path | None) -> dict[str, Any]:
-    """Idle shares of decode steps of a full batch. `face` runs with graphs. `file`: keep the trace, for trace viewers."""
+def trace_decode(face: Any, batch: int, prompt: int, steps: int, file: Path | None, *, mixed: bool = False) -> dict[str, Any]:
+    """Idle shares of decode steps of a full batch, or with `mixed` of steps that prompts join. `face` runs with graphs.
+
+    `file`: keep the trace, for trace viewers.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    plain = decode_window(face, batch, prompt, steps, lambda: None, torch.cuda.synchronize)
+    run = stream_window if mixed else decode_window
+    plain = run(face, batch, prompt, steps, lambda: None, torch.cuda.synchronize)
     with profile(activities=[ProfilerActivity.CUDA]):  # the first one takes seconds to start
         torch.cuda.synchronize()
     profiler: Any = profile(activities=[ProfilerActivity.CUDA])
@@ -100,7 +104,7 @@ def trace_decode(face: Any, batch: int, prompt: int, steps: int, file: Path | No
         torch.cuda.synchronize()
         profiler.__exit__(None, None, None)
 
-    traced = decode_window(face, batch, prompt, steps, lambda: profiler.__enter__(), end)
+    traced = run(face, batch, prompt, steps, lambda: profiler.__enter__(), end)
     spans = middle(device_spans(profiler))
     found = idle(spans)
     if file is not None:

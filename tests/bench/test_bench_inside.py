@@ -261,6 +261,35 @@ def test_idle_time_is_told_by_launch():
     assert len(flags(measured)) == 2 and flags(measured | {"idle_between_launches_share": 0.02, "step_ms_traced": 11.0}) == []
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_windows_of_steps(tiny, streams, monkeypatch):
+    from hexad.bench import profile
+    from hexad.bench.inprocess import InProcess
+
+    monkeypatch.setenv("HEXAD_NATIVE_ISA", "off")
+    calls = []
+    face = InProcess(str(tiny), {"load_format": "dummy", "device": "cpu", "threads": 1, "kv_cache_memory_bytes": 8_000_000})
+    try:
+        run_window = profile.stream_window if streams else profile.decode_window
+        measured = run_window(face, 3, 9, 8, lambda: calls.append("begin"), lambda: calls.append("end"))
+    finally:
+        face.close()
+    assert calls == ["begin", "end"] and 8 <= measured["steps"] < 10 and measured["wall_s"] > 0 and measured["batch"] == 3
+
+
+def test_events_of_the_profiler_have_what_a_trace_reads():
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
+        torch.ones(4).sum()
+    events = list(profiler.profiler.kineto_results.events())
+    assert events
+    for event in events:
+        for name in ("device_type", "start_ns", "duration_ns", "correlation_id", "name"):
+            getattr(event, name)()
+
+
 def test_trace_needs_a_gpu(tiny):
     done = run.invoke(app, ["profile", "--model", str(tiny), "--trace", *DUMMY])
     assert done.exit_code == 2 and "--trace" in done.output
