@@ -22,6 +22,7 @@ import torch
 from timing import Job, calibrate, graph_us, median_us
 
 SHOWN = ("gb_s", "tflop_s", "floor_us", "share", "eager_us", "launcher_us", "triton_us", "torch_add_us")
+STEPS = ((1, 256), (8, 194), (16, 256), (32, 256), (64, 384), (256, 194))  # rows, context
 MODELS = list(jobs_linear.SHAPES)
 
 
@@ -135,6 +136,7 @@ def main() -> None:
     parser.add_argument("--sections", default="linear,decode,prefill,rows,step,host")
     parser.add_argument("--models", default=MODELS[0])
     parser.add_argument("--buckets", default="1,8,16,32,64")
+    parser.add_argument("--batches", default="1,8,16,32,64,256", help="of the whole steps that are timed, and tuned in section linear")
     parser.add_argument("--isolated", action="store_true", help="also time each product alone")
     parser.add_argument("--shards", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--shard", type=int)
@@ -171,7 +173,9 @@ def main() -> None:
         if "step" in sections:
             table: dict[str, dict[str, list]] = {}
             for model in models:
-                for batch, context in ((1, 256), (8, 194), (16, 256), (32, 256), (64, 384), (256, 194)):
+                for batch, context in STEPS:
+                    if str(batch) not in options.batches.split(","):
+                        continue
                     found = table if "linear" in sections else None
                     row = decode_step.measure(model, batch, context, calibration["read_gb_s"], calibration["bf16_tflop_s"], found)
                     keep(row)
