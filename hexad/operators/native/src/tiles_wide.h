@@ -1,33 +1,70 @@
 // Tiles of 6-bit codes and of k-quants. Included after linear.h where the instruction set has AMX.
 
-// One group of a panel -> a tile [16 pairs][16 rows][2] bfloat16, 1024 bytes.
-static inline void group_tile_wide(const Weight& w, const uint8_t* panel, int group, uint8_t* tile) {
-  const GroupScales scales = group_scales(w, panel, group);
-  const bool six = has_6_bits(w.format);
-  const uint8_t* codes = panel + static_cast<int64_t>(group) * code_bytes(w.format);
-  const __m512 zero = _mm512_set1_ps(w.zero);
-  const __m512 min_a = spread((__m512)scales.minimum, false), min_b = spread((__m512)scales.minimum, true);
-  const __m512i low_bits = _mm512_set1_epi32(15), high_bits = _mm512_set1_epi32(0x30);
+// 0 .. 63 as bfloat16.
+struct alignas(64) WideCodes {
+  uint16_t values[64];
+};
+
+static constexpr WideCodes make_wide_codes() {
+  WideCodes table{};
+  for (int code = 1; code < 64; ++code) {
+    int power = 0;
+    while (code >> (power + 1)) ++power;
+    table.values[code] = static_cast<uint16_t>((127 + power) << 7 | (code << 7 >> power & 127));
+  }
+  return table;
+}
+
+static constexpr WideCodes kWideCodes = make_wide_codes();
+
+// One row of 32 words (2 n + p) of a tile from the numbers of both parities.
+static inline void store_pairs(uint8_t* tile, __m512 even, __m512 odd) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18,
+                                         2, 17, 1, 16, 0);
+  _mm512_store_si512(tile, _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
+}
+
+static inline void tile_of_6_bits(const uint8_t* codes, const GroupScales& scales, float zero, uint8_t* tile) {
+  const __m512i low = _mm512_load_si512(kWideCodes.values), high = _mm512_load_si512(kWideCodes.values + 32);
+  const __m512i upper_half = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+#pragma GCC unroll 4
+  for (int z = 0; z < 4; ++z) {
+    const __m512 scale = (__m512)(z < 2 ? scales.first : scales.second);
+    // exact: a format has either a zero or minima, and zeros are powers of two
+    const __m512 base = _mm512_fnmadd_ps(scale, _mm512_set1_ps(zero), (__m512)scales.minimum);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512i both = _mm512_permutex2var_epi16(low, wide_codes(codes, z, i), high);
+      const __m512 even = (__m512)_mm512_slli_epi32(both, 16), odd = (__m512)_mm512_and_si512(both, upper_half);
+      store_pairs(tile + 64 * (4 * z + i), _mm512_fmadd_ps(even, scale, base), _mm512_fmadd_ps(odd, scale, base));
+    }
+  }
+}
+
+static inline void tile_of_4_bits(const uint8_t* codes, const GroupScales& scales, float zero, uint8_t* tile) {
+  const __m512 counting = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512 table = _mm512_sub_ps(counting, _mm512_set1_ps(zero));
+  const __m512 minimum = (__m512)scales.minimum;
+  const __m512 min_a = spread(minimum, false), min_b = spread(minimum, true);
+#pragma GCC unroll 4
   for (int z = 0; z < 4; ++z) {
     const __m512 scale = (__m512)(z < 2 ? scales.first : scales.second);
     const __m512 scale_a = spread(scale, false), scale_b = spread(scale, true);
     const __m512i a = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(codes + 64 * z)));
     const __m512i b = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(codes + 64 * z + 32)));
-    const uint8_t* upper = codes + (six ? 256 + z / 2 * 64 : 0);
-    // moved so that a pair's upper bits are at 4 and 5
-    const __m512i upper_a = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(upper))), 4);
-    const __m512i upper_b = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(upper + 32))), 4);
+#pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      const __m128i low_shift = _mm_cvtsi32_si128(4 * i), high_shift = _mm_cvtsi32_si128(2 * (4 * (z % 2) + i));
-      __m512i ka = _mm512_and_si512(_mm512_srl_epi32(a, low_shift), low_bits);
-      __m512i kb = _mm512_and_si512(_mm512_srl_epi32(b, low_shift), low_bits);
-      if (six) {
-        ka = _mm512_or_si512(ka, _mm512_and_si512(_mm512_srl_epi32(upper_a, high_shift), high_bits));
-        kb = _mm512_or_si512(kb, _mm512_and_si512(_mm512_srl_epi32(upper_b, high_shift), high_bits));
-      }
-      const __m512 wa = _mm512_fmadd_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(ka), zero), scale_a, min_a);
-      const __m512 wb = _mm512_fmadd_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(kb), zero), scale_b, min_b);
+      const __m512 wa = _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(a, 4 * i), table), scale_a, min_a);
+      const __m512 wb = _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(b, 4 * i), table), scale_b, min_b);
       _mm512_store_si512(tile + 64 * (4 * z + i), (__m512i)_mm512_cvtne2ps_pbh(wb, wa));
     }
   }
+}
+
+// One group of a panel -> a tile [16 pairs][16 rows][2] bfloat16, 1024 bytes.
+static inline void group_tile_wide(const Weight& w, const uint8_t* panel, int group, uint8_t* tile) {
+  const GroupScales scales = group_scales(w, panel, group);
+  const uint8_t* codes = panel + static_cast<int64_t>(group) * code_bytes(w.format);
+  if (has_6_bits(w.format)) return tile_of_6_bits(codes, scales, w.zero, tile);
+  tile_of_4_bits(codes, scales, w.zero, tile);
 }
