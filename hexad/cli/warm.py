@@ -128,7 +128,10 @@ def _targets(capability: int | None) -> list[Target]:
     from hexad.operators.triton import launch, tuning
 
     if capability is None:
-        return [launch.target()]
+        here = launch.target()
+        if not here.capability:
+            raise ConfigError("torch sees no CUDA device here, though the driver has one: name the card with --arch, for instance sm_90")
+        return [here]
     return [launch.Target(capability, 132, name) for name in ("any card", *tuning.tuned_cards(capability))]
 
 

@@ -48,7 +48,7 @@ def step_shapes(max_num_seqs: int, max_batched_tokens: int) -> Iterator[StepShap
     yield from (StepShape(rows) for rows in buckets)
     yield from (StepShape(rows, shared=True) for rows in buckets if rows > 1)
     prompts = {token_bucket(tokens) for tokens in range(1, min(MAX_PROMPT_TOKENS, max_batched_tokens) + 1)}
-    prompts |= {size for size in (1024, max_batched_tokens) if size <= max_batched_tokens}
+    prompts |= {size for size in (2, 4, 8, 1024, max_batched_tokens) if size <= max_batched_tokens}
     yield from (StepShape(0, size) for size in sorted(prompts))
     for decodes in {1, min(16, max_num_seqs), max_num_seqs}:
         yield from (StepShape(decodes, size) for size in sorted(prompts) if decodes + size <= max_batched_tokens)

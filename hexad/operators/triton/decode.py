@@ -215,7 +215,11 @@ def decode_kernel(
     dtype = q_ptr.dtype.element_ty
     head = kv_head * GROUP + member
     q_mask = (member < GROUP)[:, None] & (dim < DIM)[None, :]
-    q = tl.load(q_ptr + row.to(tl.int64) * Q_STRIDE + head[:, None] * DIM + dim[None, :], mask=q_mask, other=0.0)
+    q_address = q_ptr + row.to(tl.int64) * Q_STRIDE + head[:, None] * DIM + dim[None, :]
+    if SHARED:  # read before the wait: past the L1, which may hold what the layer before left there
+        q = tl.load(q_address, mask=q_mask, other=0.0, cache_modifier=".cg")
+    else:
+        q = tl.load(q_address, mask=q_mask, other=0.0)
     acc, norm, top = attend_pages(
         q, k_ptr, v_ptr, table_ptr + row * table_stride, kv_head, low, high,
         GROUP_PAD, DIM, DIM_PAD, PAGE, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, SCALE, SOFTCAP, TILE, STAGES, PRECISION,
