@@ -47,15 +47,18 @@ def test_guidellm(url: str, key: str, tokenizer: Path, guidellm: Path, tmp_path:
     run([*command, "--output", f"kind=json,path={report}"], tmp_path)
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
     requests: dict[str, list[Any]] = benchmark["requests"]
-    assert len(requests["successful"]) == NUM_REQUESTS
-    assert not requests["errored"]
+    assert not requests["errored"], requests["errored"]
+    # On a busy machine it may end before the last of two parallel answers has been read.
+    assert len(requests["successful"]) + len(requests["incomplete"]) == NUM_REQUESTS, benchmark["scheduler_state"]
+    assert len(requests["successful"]) >= NUM_REQUESTS - 1
     for request in requests["successful"]:
         assert request["output_tokens"] == OUTPUT_TOKENS
         assert request["prompt_tokens"] >= 32
         assert 0 < request["time_to_first_token_ms"] < 1e3 * request["request_latency"] + 1
     after = served(url, key)
-    assert after["request_success_total"] - before["request_success_total"] >= NUM_REQUESTS
-    assert after["generation_tokens_total"] - before["generation_tokens_total"] >= NUM_REQUESTS * OUTPUT_TOKENS
+    num_served = len(requests["successful"])
+    assert after["request_success_total"] - before["request_success_total"] >= num_served
+    assert after["generation_tokens_total"] - before["generation_tokens_total"] >= num_served * OUTPUT_TOKENS
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
@@ -69,8 +72,8 @@ def test_aiperf(url: str, key: str, tokenizer: Path, aiperf: Path, tmp_path: Pat
     found = json.loads(next(out.rglob("profile_export_aiperf.json")).read_text())
     assert found["request_count"]["avg"] == NUM_REQUESTS
     assert not found["error_summary"]
-    assert found["output_sequence_length"]["avg"] == OUTPUT_TOKENS
-    assert found["usage_completion_tokens_diff_pct"]["max"] == 0  # what it counts by itself, against our usage
+    assert found["usage_completion_tokens"]["min"] == found["usage_completion_tokens"]["max"] == OUTPUT_TOKENS
+    assert abs(found["output_sequence_length"]["avg"] - OUTPUT_TOKENS) <= 1  # it encodes the text anew, which may merge tokens
     if endpoint == "completions":  # in a chat the template adds its own
         assert found["usage_prompt_tokens_diff_pct"]["max"] == 0
     assert 0 < found["time_to_first_token"]["avg"] < found["request_latency"]["avg"]
