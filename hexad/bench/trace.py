@@ -130,6 +130,8 @@ def flags(measured: dict[str, Any]) -> list[str]:
     batch, share = measured["batch"], measured["idle_between_launches_share"]
     plain, traced = measured["step_ms"], measured["step_ms_traced"]
     words = []
+    if not measured["launches"]:
+        words.append(f"batch {batch}: the profiler saw nothing on the device, so the shares mean nothing")
     if share > LIMIT:
         words.append(f"batch {batch}: the GPU idles {share:.1%} of the time between launches, over {LIMIT:.0%}")
     if traced > 1.15 * plain:

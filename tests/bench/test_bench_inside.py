@@ -257,7 +257,8 @@ def test_idle_time_is_told_by_launch():
     ]
     profiler = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)))
     assert device_spans(profiler) == [Span(3, 7, 7, "gemm")]
-    measured = {"batch": 256, "idle_between_launches_share": 0.04, "step_ms": 10.0, "step_ms_traced": 12.0}
+    measured = {"batch": 256, "idle_between_launches_share": 0.04, "step_ms": 10.0, "step_ms_traced": 12.0, "launches": 9}
+    assert "saw nothing" in flags(measured | {"launches": 0})[0]
     assert len(flags(measured)) == 2 and flags(measured | {"idle_between_launches_share": 0.02, "step_ms_traced": 11.0}) == []
 
 

@@ -13,8 +13,8 @@ import triton
 
 from hexad.operators.args import ActArgs, AttentionArgs, NormArgs, RopeKVArgs
 from hexad.operators.fused import FusedLinearArgs
-from hexad.operators.triton import argmax, attention, linear, rope_kv, rows
-from hexad.operators.triton.assumed import assemble
+from hexad.operators.triton import ahead, argmax, attention, linear, rope_kv, rows
+from hexad.operators.triton.assumed import assemble, compile_for_older
 from hexad.operators.triton.launch import Launcher, Target
 from hexad.operators.triton.prefill_hopper import page_layout
 from hexad.operators.triton.tuning import Choice
@@ -150,6 +150,21 @@ def test_an_older_cards_code_is_assembled_for_a_newer_one():
         cubin = assemble(kernel.asm["ptx"], 90)
         calls[arch] = sass(cubin)
     assert "HGMMA" not in calls[80] and "HMMA" in calls[80] and "HGMMA" in calls[90]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.kind)
+def test_older_products_run_on_a_newer_card(choice):
+    """The path that HEXAD_TRITON_ARCH=80 takes at a launch, Gluon's kernel included."""
+    rows, half = choice.block_m or 1, torch.bfloat16
+    x, weight = (torch.empty(n, 4096, dtype=half, device="meta") for n in (rows, 8192))
+    with ahead.gathering(Target(80, 108, "an older card")) as jobs:
+        args = FusedLinearArgs(4096, 8192, False, torch.bfloat16, "cuda", activation="silu")
+        linear.Product(args, "gated_linear", choice).few(x, (weight, None), None)
+    (job,) = jobs.values()
+    kernel = compile_for_older(job.launcher._kernel, job.args, job.launcher._constants | job.launcher._options, 80, 90)
+    assert ".target sm_80" in kernel.asm["ptx"]
+    text = sass(kernel.kernel)
+    assert "sm_90" in text and "HGMMA" not in text and ("HMMA" in text) == (choice.kind != "gemv")
 
 
 def test_argmax():
