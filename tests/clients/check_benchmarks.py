@@ -48,9 +48,9 @@ def test_guidellm(url: str, key: str, tokenizer: Path, guidellm: Path, tmp_path:
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
     requests: dict[str, list[Any]] = benchmark["requests"]
     assert not requests["errored"], requests["errored"]
-    # On a busy machine it may end before the last of two parallel answers has been read.
-    assert len(requests["successful"]) + len(requests["incomplete"]) == NUM_REQUESTS, benchmark["scheduler_state"]
-    assert len(requests["successful"]) >= NUM_REQUESTS - 1
+    # It may end before it has taken in the answer of the other stream: then one is neither successful nor incomplete.
+    assert benchmark["scheduler_state"]["created_requests"] == NUM_REQUESTS
+    assert len(requests["successful"]) >= NUM_REQUESTS - 1, benchmark["scheduler_state"]
     for request in requests["successful"]:
         assert request["output_tokens"] == OUTPUT_TOKENS
         assert request["prompt_tokens"] >= 32
