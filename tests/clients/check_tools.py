@@ -42,6 +42,6 @@ def test_lm_eval_chat(url: str, key: str, tmp_path: Path) -> None:
 
 def test_schemathesis(url: str, key: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", url + "/openapi.json", "-H", f"Authorization: Bearer {key}"]
-    flags = ["--checks", "not_a_server_error", "--max-examples", "40", "--workers", "2"]
+    flags = ["--checks", "not_a_server_error", "--max-examples", "40", "--workers", "2", "--request-timeout", "120"]
     done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=900, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-4_000:]

@@ -20,6 +20,7 @@ KEY = "sk-clients"
 def url() -> Iterator[str]:
     """The address of a server with the default model, the name `hexad` and a key."""
     command = [PYTHON, "-m", "hexad", "serve", MODEL, "--port", "0", "--served-model-name", "hexad", "--api-key", KEY]
+    command += ["--max-model-len", "1024"]  # tools that send no limit get an answer in seconds
     process = subprocess.Popen([*command, "--log-level", "warning"], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
     address = ""
