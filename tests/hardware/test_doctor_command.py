@@ -1,6 +1,7 @@
 import json
 import os
-import time
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -119,9 +120,24 @@ def test_without_a_driver_nvml_is_just_not_available(monkeypatch):
         assert not nvml.available
 
 
+GROWS = """
+import os, sys
+print("up", flush=True)
+sys.stdin.readline()
+block = bytearray(os.urandom(2**20) * 64)
+print(len(block), flush=True)
+sys.stdin.readline()
+"""
+
+
 def test_telemetry_sees_memory_grow():
-    with Telemetry(interval_s=0.01) as telemetry:
-        before = telemetry.summary()["peak_rss_bytes"]
-        block = bytearray(os.urandom(2**20) * 64)
-        time.sleep(0.1)
-    assert telemetry.summary()["peak_rss_bytes"] >= before + 2**25 and len(block) == 2**26
+    with subprocess.Popen([sys.executable, "-c", GROWS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stdout.readline() == "up\n"
+        with Telemetry(interval_s=0.01, pid=process.pid) as telemetry:
+            before = telemetry.summary()["peak_rss_bytes"]
+            process.stdin.write("\n")
+            assert process.stdout.readline() == f"{2**26}\n"
+            assert telemetry.summary()["peak_rss_bytes"] >= before + 2**25
+            process.stdin.write("\n")
+        process.wait()
+        assert telemetry.summary()["peak_rss_bytes"] >= before + 2**25  # what was seen stays
