@@ -183,9 +183,10 @@ async def test_a_body_in_chunks_of_one_byte(server: Watched) -> None:
     async with Bystander(server.url) as bystander:
         for _ in range(5):
             connection = Connection(server.url)
-            answer = await connection.send([head, b"1\r\n \r\n" * 40_000])
+            answer = await connection.send([head, b"1\r\n \r\n" * 40_000 + b"0\r\n\r\n"])
             assert answer.status in (0, 400)  # who still sends when it is closed may miss the answer
-            assert answer.status == 0 or answer.error()["code"] == "chunks_too_small"
+            if answer.status and answer.error()["code"] != "chunks_too_small":  # a slow server is not hurried: it reads all of it
+                assert "JSON" in answer.error()["message"]
             await connection.close()
     assert bystander.complaints == []
     await server.settle()
