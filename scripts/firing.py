@@ -81,8 +81,12 @@ class Connection:
     async def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-            with contextlib.suppress(ConnectionError, OSError):
-                await self._writer.wait_closed()
+            try:
+                await asyncio.wait_for(self._writer.wait_closed(), 10)
+            except TimeoutError:  # what is still to be sent is read by nobody
+                self._writer.transport.abort()
+            except OSError:
+                pass
         self._reader = self._writer = None
 
     def abort(self) -> None:

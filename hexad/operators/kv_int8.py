@@ -32,5 +32,5 @@ def quantize_heads(values: torch.Tensor) -> torch.Tensor:
 
 def dequantize_heads(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """int8 [..., D + 4] -> [..., D] in `dtype`, rounded once."""
-    scale = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    scale = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # a slice may lie at any byte
     return (rows[..., :-SCALE_BYTES].float() * scale).to(dtype)

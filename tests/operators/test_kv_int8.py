@@ -79,3 +79,12 @@ def test_writes_and_attention_over_what_was_written(dtype, rng):
             expected = attention64(args, q[low:high], k, v).reshape(high - low, -1)
             limit = 1e-5 if dtype == torch.float32 else 3e-2
             assert (found[low:high].double() - expected).abs().max() <= limit * expected.abs().max()
+
+
+def test_a_single_row_at_any_byte():
+    """One row of pages whose heads are no multiple of four bytes begins anywhere in its storage."""
+    values = torch.randn(1, 1, 6)
+    rows = quantize_heads(values)
+    for offset in range(4):
+        moved = torch.cat((torch.zeros(offset, dtype=torch.int8), rows.flatten()))[offset:].view(1, 1, 10)
+        assert torch.equal(dequantize_heads(moved, torch.float32), dequantize_heads(rows, torch.float32))
