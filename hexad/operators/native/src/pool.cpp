@@ -3,9 +3,7 @@
 #include <chrono>
 #include <utility>
 
-#if defined(__linux__)
-#include <sched.h>
-#endif
+#include "cores.h"
 
 namespace hx {
 namespace {
@@ -23,50 +21,6 @@ void pause() {
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
   asm volatile("yield");
-#endif
-}
-
-int current_core() {
-#if defined(__linux__)
-  return sched_getcpu();
-#else
-  return -1;
-#endif
-}
-
-// Moves this thread to `core`, then lets the system choose again.
-void move_to(int core) {
-#if defined(__linux__)
-  cpu_set_t allowed, one;
-  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
-  CPU_ZERO(&one);
-  CPU_SET(core, &one);
-  if (sched_setaffinity(0, sizeof(one), &one) == 0) sched_setaffinity(0, sizeof(allowed), &allowed);
-#else
-  (void)core;
-#endif
-}
-
-// The calling thread runs on `core` alone. A core that the system refuses changes nothing.
-void keep_to(int core) {
-#if defined(__linux__)
-  if (core < 0 || core >= CPU_SETSIZE) return;
-  cpu_set_t one;
-  CPU_ZERO(&one);
-  CPU_SET(core, &one);
-  sched_setaffinity(0, sizeof(one), &one);
-#else
-  (void)core;
-#endif
-}
-
-bool may_use(int core) {
-#if defined(__linux__)
-  cpu_set_t allowed;
-  return core < CPU_SETSIZE && sched_getaffinity(0, sizeof(allowed), &allowed) == 0 && CPU_ISSET(core, &allowed);
-#else
-  (void)core;
-  return false;
 #endif
 }
 
@@ -131,23 +85,21 @@ void Pool::run(int chunks, Function function, void* context) {
   }
 }
 
-// Two threads of the pool never stay on one core while there is a core without one.
+// Two threads of the pool never stay on one core while there is one without any that this thread may use. What it may use is asked for
+// when it matters, not kept: a pinned thread has one core, and an administrator may change it at any time.
 void Pool::part(int thread) {
   const int core = current_core();
   cores_[thread].store(core, std::memory_order_relaxed);
   bool shared = false;
   for (int other = 0; other < thread; ++other) shared = shared || cores_[other].load(std::memory_order_relaxed) == core;
   if (!shared || core < 0) return;
-  const int cores = static_cast<int>(std::thread::hardware_concurrency());
-  for (int step = 1; step < cores; ++step) {
-    const int wanted = (core + step) % cores;
-    bool taken = !may_use(wanted);
-    for (int other = 0; other < threads_ && !taken; ++other) taken = cores_[other].load(std::memory_order_relaxed) == wanted;
-    if (taken) continue;
-    move_to(wanted);
-    cores_[thread].store(wanted, std::memory_order_relaxed);
-    return;
-  }
+  const std::vector<int> allowed = allowed_cores();
+  std::vector<int> taken;
+  for (int other = 0; other < threads_; ++other) taken.push_back(cores_[other].load(std::memory_order_relaxed));
+  const int wanted = next_core(allowed, core, taken);
+  if (wanted < 0) return;
+  move_to(wanted, allowed);
+  cores_[thread].store(wanted, std::memory_order_relaxed);
 }
 
 void Pool::work(int thread) {
