@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from hexad.operators.args import AttentionArgs
 from hexad.operators.batch import AttentionBatch, KVPages
-from hexad.operators.kv_int8 import KV_INT8, dequantize_heads
+from hexad.operators.kv_int8 import KV_INT8, dequantize_heads, page_reasons
 from hexad.operators.registry import Kernel, registry
 
 
@@ -150,4 +150,4 @@ def paged_attention_reference(args: AttentionArgs) -> Kernel:
     return paged_attention
 
 
-registry.define("paged_attention", paged_attention_reference)
+registry.define("paged_attention", paged_attention_reference, page_reasons)

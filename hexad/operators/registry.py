@@ -9,7 +9,8 @@ Contract
     bind(args) -> the callable that the step calls; all look-ups happen here, none in the step. It takes what the reference takes,
                   with prepared parameters in place of plain ones.
 - Static args are a frozen, hashable dataclass per op: shapes that do not change between steps, dtype, device kind.
-- Candidates are tried by descending `priority`, then registration order; the reference (priority 0, provider "torch") always supports.
+- Candidates are tried by descending `priority`, then registration order; the reference (priority 0, provider "torch") supports all but
+  what its definition leaves out (`define`'s `supports`): that, nobody needs to serve.
   `HEXAD_OPS="op=provider,..."` or `prefer` forces a choice; a forced provider that cannot serve is a ConfigError with its reasons.
 - An op may be composite (mlp, decoder_layer, decode_step): its reference is the composition, and layers bind the largest one that a
   provider other than the reference supports.
@@ -30,6 +31,10 @@ Kernel = Callable[..., Any]
 
 def _same(_args: Any, params: Any) -> Any:
     return params
+
+
+def _everything(_args: Any) -> list[str]:
+    return []
 
 
 @dataclass(frozen=True)
@@ -71,11 +76,11 @@ class Registry:
     _references: dict[str, Callable[[Any], Kernel]] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
 
-    def define(self, op: str, reference: Callable[[Any], Kernel]) -> None:
-        """Define `op` by its reference factory: `reference(args) -> callable`."""
+    def define(self, op: str, reference: Callable[[Any], Kernel], supports: Callable[[Any], list[str]] = _everything) -> None:
+        """Define `op` by its reference factory: `reference(args) -> callable`; `supports` says what the definition leaves out."""
         assert op not in self._references, f"op {op} is defined twice"
         self._references[op] = reference
-        self._providers.setdefault(op, []).append(Provider(op, "torch", reference, lambda _args: [], priority=0))
+        self._providers.setdefault(op, []).append(Provider(op, "torch", reference, supports, priority=0))
 
     def register(self, provider: Provider) -> None:
         """Add a provider; order of registration breaks ties of priority."""
@@ -104,6 +109,13 @@ class Registry:
             taken = taken or chosen
             listed.append(Candidate(provider.name, tuple(reasons), chosen))
         return listed
+
+    def unserved(self, op: str, args: Any) -> list[str]:
+        """Why no provider serves `args`, in the words of the definition; empty: one does, whatever is forced."""
+        providers = self._providers[self._known(op)]
+        if any(not provider.supports(args) for provider in providers):
+            return []
+        return next(provider.supports(args) for provider in providers if provider.name == "torch")
 
     def bind(self, op: str, args: Any, prefer: Mapping[str, str] | None = None) -> Bound:
         """Choose a provider for `args` and bind it.

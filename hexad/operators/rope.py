@@ -23,7 +23,7 @@ import torch
 
 from hexad.operators.args import NormArgs, RopeKVArgs
 from hexad.operators.batch import KVPages
-from hexad.operators.kv_int8 import KV_INT8, quantize_heads
+from hexad.operators.kv_int8 import KV_INT8, page_reasons, quantize_heads
 from hexad.operators.norm import rms_norm_reference
 from hexad.operators.registry import Kernel, registry
 
@@ -128,4 +128,4 @@ def rope_kv_write_reference(args: RopeKVArgs) -> Kernel:
     return rope_kv_write
 
 
-registry.define("rope_kv_write", rope_kv_write_reference)
+registry.define("rope_kv_write", rope_kv_write_reference, page_reasons)

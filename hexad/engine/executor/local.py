@@ -27,9 +27,9 @@ from hexad.engine.runner import Runner
 from hexad.hardware.cores import pinned_cores
 from hexad.hardware.devices import describe, memory_bytes, resolve_device
 from hexad.models.build import build_model
+from hexad.models.kv_formats import find_kv_dtype
 from hexad.models.loader import TORCH_DTYPES, open_weights
 from hexad.models.spec import ModelSpec
-from hexad.operators.kv_int8 import KV_INT8
 from hexad.operators.registry import registry
 
 log = logging.getLogger(__name__)
@@ -56,9 +56,8 @@ class LocalExecutor:
         self.device = device or resolve_device(config.device.device)
         self.depth = 2 if config.scheduler.async_scheduling else 1
         self.dtype = _dtype(config.model.dtype, spec)
-        kv_dtype = config.cache.kv_cache_dtype
-        self.kv_dtype = self.dtype if kv_dtype == "auto" else _kv_dtype(kv_dtype, self.device)
         self.block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
+        self.kv_dtype = find_kv_dtype(config.cache.kv_cache_dtype, spec, self.dtype, self.device, self.block_size)
         self.max_num_seqs = config.scheduler.max_num_seqs or DEFAULT_MAX_NUM_SEQS
         self.max_batched_tokens = config.scheduler.max_num_batched_tokens or DEFAULT_MAX_BATCHED_TOKENS
         self.max_model_len = config.model.max_model_len or spec.max_len
@@ -191,18 +190,6 @@ class LocalExecutor:
 def _dtype(name: str, spec: ModelSpec) -> torch.dtype:
     stored = spec.dtype if spec.dtype in ("float32", "bfloat16", "float16") else "bfloat16"
     return TORCH_DTYPES[stored if name == "auto" else name]
-
-
-def _kv_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "int8":
-        if device.type != "cpu":
-            raise ConfigError(f"kv_cache_dtype is 'int8' on {device}: int8 keys and values are for CPUs; use auto, bfloat16 or float16")
-        return KV_INT8
-    if name not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(
-            f"kv_cache_dtype is {name!r}: this executor stores keys and values as auto, float32, bfloat16, float16, on CPUs int8"
-        )
-    return TORCH_DTYPES[name]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hexad.models.layers.context import BuildContext
+from hexad.models.layers.context import BuildContext, KVContext
 from hexad.operators.args import AttentionArgs, RopeKVArgs
 from hexad.operators.batch import AttentionBatch, KVPages
 
@@ -35,7 +35,7 @@ class Attention:
         return mixed
 
 
-def rope_args(context: BuildContext) -> RopeKVArgs:
+def rope_args(context: KVContext) -> RopeKVArgs:
     spec, rope = context.spec.attention, context.spec.rope
     return RopeKVArgs(
         heads=spec.heads,
@@ -51,7 +51,7 @@ def rope_args(context: BuildContext) -> RopeKVArgs:
     )
 
 
-def attention_args(context: BuildContext, index: int) -> AttentionArgs:
+def attention_args(context: KVContext, index: int) -> AttentionArgs:
     spec = context.spec.attention
     return AttentionArgs(
         heads=spec.heads,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -13,6 +14,21 @@ from hexad.models.loader import WeightHandle, WeightStore
 from hexad.models.quant.scheme import EmbeddingMethod, LinearMethod, Scheme
 from hexad.models.spec import ModelSpec
 from hexad.operators.registry import Bound, registry
+
+
+class KVContext(Protocol):
+    """What the operators that write and read keys and values are bound to."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def kv_dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def block_size(self) -> int: ...
 
 
 @dataclass
