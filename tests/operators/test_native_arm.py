@@ -1,6 +1,6 @@
 """The native operators for 64-bit ARM: every source compiles with warnings as errors, and under an emulator the products are right.
 
-A cross compiler is HEXAD_AARCH64_CXX (a command), aarch64-linux-gnu-g++, or the package `ziglang`; an emulator is HEXAD_AARCH64_RUN,
+A cross compiler is HEXAD_AARCH64_CXX (a command), aarch64-linux-gnu-g++, or the package `ziglang` (of the extra `dev`); an emulator is HEXAD_AARCH64_RUN,
 qemu-aarch64 or qemu-aarch64-static. Where one is missing its test is skipped.
 """
 
@@ -68,7 +68,7 @@ def test_every_source_compiles_without_a_warning(objects, tmp_path) -> None:
     others = {f"isa_{isa}" for isa in build.targets("x86_64")} - {"isa_portable"}
     assert {Path(path).stem for path in objects} == sources - others
     library = tmp_path / "library.so"
-    call([*cross_compiler(), "-shared", "-pthread", *objects, "-o", str(library)])
+    call([*cross_compiler(), "-shared", "-nostdlib", *objects, "-o", str(library)])
     assert struct.unpack_from("<H", library.read_bytes(), 18) == (183,)  # of the ELF header: 64-bit ARM
 
 
