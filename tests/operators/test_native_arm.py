@@ -1,7 +1,7 @@
 """The native operators for 64-bit ARM: every source compiles with warnings as errors, and under an emulator the products are right.
 
-A cross compiler is HEXAD_AARCH64_CXX (a command), aarch64-linux-gnu-g++, or the package `ziglang` (of the extra `dev`); an emulator is HEXAD_AARCH64_RUN,
-qemu-aarch64 or qemu-aarch64-static. Where one is missing its test is skipped.
+A cross compiler is HEXAD_AARCH64_CXX (a command), aarch64-linux-gnu-g++, or the package `ziglang` (of the extra `dev`); an emulator is
+HEXAD_AARCH64_RUN, qemu-aarch64 or qemu-aarch64-static. Where one is missing its test is skipped.
 """
 
 from __future__ import annotations
