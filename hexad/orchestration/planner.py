@@ -22,6 +22,7 @@ from hexad.orchestration.settings import SchedulerSettings
 
 NO_NEW_BLOCKS: NewBlocks = ()
 RETRY_STEPS = 16  # a blocked prompt may by then need less: others have cached what it shares
+BLOCKS_WORTH_WAITING = 4  # of a prefix that another prompt is computing: fewer are computed sooner than they come
 
 
 class _Build:
@@ -60,6 +61,7 @@ class Planner:
         self.preempt_hook: Callable[[int], bool] | None = None  # tests: preempt everything before step k
         self.on_admit: Callable[[Request], None] = lambda request: None
         self._forget: list[int] = []  # rids that the executor must drop
+        self._filling: list[Request] = []  # admitted, prompt not known to be computed; swept when looked through
         self._blocked = (-1, 0, 0)  # the head of the queue that found no blocks: its rid, the pages it needs, the step of the try
 
     # -- the plan
@@ -247,6 +249,8 @@ class Planner:
         path: list[Node] = []
         if request.looks_up and not request.want_prompt_logprobs:
             path = self._kv.find_prefix(request.namespace, request.ids, (total - 1) // self._kv.block_size)
+            if self._is_coming(request, len(path)):
+                return False
         chunk = self._chunk(total - len(path) * self._kv.block_size, build)
         if chunk == 0:
             return False
@@ -258,6 +262,25 @@ class Planner:
             if chunk == 0:
                 return False
         return self._start(request, path, chunk, build)
+
+    def _is_coming(self, request: Request, found: int) -> bool:
+        """A running prompt computes more of what this one begins with than the `found` blocks: better to wait than to compute it twice.
+
+        The wait is short: such a prompt is served before the queue, so all that is left of it is in flight or fills the budget.
+        """
+        if not self._filling:
+            return False
+        self._filling = [other for other in self._filling if other.status == RUNNING and other.num_done < other.prompt_len]
+        size = self._kv.block_size
+        first, end = found * size, (found + BLOCKS_WORTH_WAITING) * size
+        if end >= len(request.ids):
+            return False
+        for other in self._filling:
+            computed = other.num_done < end <= min(other.prompt_len, other.cache_limit_blocks * size)
+            if computed and other.namespace == request.namespace and other.ids[first:end] == request.ids[first:end]:
+                if other.ids[:first] == request.ids[:first]:
+                    return True
+        return False
 
     def _still_blocked(self, request: Request) -> bool:
         """A long prompt at the head of the queue is not looked up at every step when the blocks it lacked have not come back."""
@@ -301,6 +324,8 @@ class Planner:
         request.known = True
         request.num_cached = request.num_computed = request.num_done = cached
         insort(self.running, request, key=self._policy.rank)
+        if request.num_done < request.prompt_len - 1:
+            self._filling.append(request)
         self._policy.started(request)
         if self._settings.enable_prefix_caching and not request.num_preemptions and not request.want_prompt_logprobs:
             self.prefix_queries += len(request.ids)

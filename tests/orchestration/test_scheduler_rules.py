@@ -482,3 +482,44 @@ def test_drafts_change_nothing_but_the_number_of_steps(depth):
     assert sum(row.num_drafts for plan in drafted.plans for row in plan.rows) > 10
     if depth == 1:
         assert len(drafted.plans) < len(plain.plans)
+
+
+# -- a prefix that is being computed
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("budget", [16, 64])
+@pytest.mark.parametrize("groups", [(), (FULL, sliding(8))], ids=["full", "windowed"])
+def test_prompts_that_come_together_share_a_prefix_that_is_being_computed(depth, budget, groups):
+    driver = Driver(layout(128, 4, *groups), depth=depth, max_num_batched_tokens=budget)
+    prefix = tuple(range(10, 50))
+    rids = [driver.submit((*prefix, 60 + i, 61 + i), max_tokens=4)[0] for i in range(6)]
+    driver.drain()
+    computed = sum(row.num_tokens for plan in driver.plans for row in plan.rows if row.start < len(prefix) + 2)
+    assert computed <= len(prefix) + 6 * 2 + 6 * 4, "the prefix was computed once"
+    assert all(driver.seen[rid].finish_reason == "length" for rid in rids)
+    assert driver.replayer.report().ok
+
+
+def test_nobody_waits_for_a_few_blocks_or_where_nothing_is_cached():
+    for prefix, caching in ((tuple(range(10, 20)), True), (tuple(range(10, 50)), False)):
+        driver = Driver(layout(128), enable_prefix_caching=caching, max_num_batched_tokens=256)
+        for i in range(3):
+            driver.submit((*prefix, 60 + i, 61 + i), max_tokens=2)
+        driver.launch()
+        assert len(driver.plans[0].rows) == 3, "all start in the first step"
+
+
+def test_who_waits_for_a_prefix_goes_on_when_its_owner_ends():
+    driver = Driver(layout(128), depth=1, max_num_batched_tokens=16)
+    prefix = tuple(range(10, 50))
+    first = driver.submit((*prefix, 60), max_tokens=4)[0]
+    second = driver.submit((*prefix, 70), max_tokens=4)[0]
+    driver.launch()
+    driver.collect()
+    assert [row.rid for plan in driver.plans for row in plan.rows] == [first]
+    driver.abort(first)
+    driver.drain()
+    assert driver.seen[second].finish_reason == "length"
+    computed = sum(row.num_tokens for plan in driver.plans for row in plan.rows if row.rid == second and row.start < 41)
+    assert computed == 41 - 16, "what the first had computed is shared"
