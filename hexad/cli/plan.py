@@ -13,6 +13,7 @@ from hexad.bench.facts import read_facts
 from hexad.bench.loads import find_load
 from hexad.common.errors import ConfigError, StartupError
 from hexad.hardware.registry import Device, find_device
+from hexad.models.served import MAX_DEVICES
 
 app = typer.Typer(add_completion=False, help="Capacity and speed limits of a model on a device, from its config.json alone.")
 
@@ -100,15 +101,17 @@ def _print(made: dict[str, Any]) -> None:
     for label in ("memory_bytes", "read_bytes_s"):
         figure = device[label]
         console.print(f"  {label} {figure['value'] / 1e9:,.0f} GB{'/s' if label.endswith('_s') else ''}  [dim]{figure['source']}[/]")
-    console.print(f"  weights {size(weights['bytes_per_rank'])} a rank as {weights['format']}")
+    unserved = "" if weights["served"] else f" [red](this version does not serve it there: {weights['served_note']})[/]"
+    console.print(f"  weights {size(weights['bytes_per_rank'])} a rank as {weights['format']}{unserved}")
     console.print(f"  KV {size(kv['bytes_per_token_per_rank'])} a token and rank as {kv['dtype']}, {size(memory['kv_bytes'])} of room")
     fit = made["sequences"]
     console.print(f"  {fit['fit']:,} sequences of {made['context']:,} tokens fit ({fit['tokens']:,} tokens)")
     if not made["fits"]:
-        good = [row["format"] for row in made["formats"] if row["fits"]]
-        console.print(
-            f"  [red]does not fit[/]; formats that would: {', '.join(good) or 'none'}; devices that would: {made['tp_that_fits'] or 'none'}"
-        )
+        later = " (not served yet)"
+        formats = [row["format"] + ("" if row["served"] else later) for row in made["formats"] if row["fits"]]
+        split = made["tp_that_fits"]
+        devices = f"{split}{later if split > MAX_DEVICES else ''}" if split else "none"
+        console.print(f"  [red]does not fit[/]; formats that would: {', '.join(formats) or 'none'}; devices that would: {devices}")
     if "prefill" in made:
         table = Table("step", "ms", "tok/s", "bound by", "weights", "compute", "KV", "attention", "link")
         for row in [{"what": f"prefill {made['prefill']['tokens']}", **made["prefill"]}] + [
@@ -117,18 +120,29 @@ def _print(made: dict[str, Any]) -> None:
             parts = [f"{row[f'{part}_ms']:.3f}" for part in ("weights", "compute", "kv", "attention", "link")]
             table.add_row(row["what"], f"{row['ms']:.3f}", f"{row['tok_s']:,.0f}", row["binds"], *parts)
         console.print(table)
-    formats = Table("format", "a rank", "fits", "sequences", "decode x1, ms")
-    for row in made["formats"]:
-        formats.add_row(
-            row["format"], size(row["bytes_per_rank"]), "yes" if row["fits"] else "no", f"{row['sequences']:,}", f"{row['decode_ms']:.2f}"
-        )
-    console.print(formats)
+    _print_formats(console, made["formats"])
     for name, floors in made.get("loads", {}).items():
         console.print(f"  floor of {name}: {_flat(floors)}")
     for row in made.get("against", []):
         console.print(f"  {row['metric']}: measured {row['measured']:,.3f}, floor {row['floor']:,.3f}: at {row['share_of_floor']:.0%}")
     if "replicas" in made:
         _print_replicas(console, made["replicas"])
+
+
+def _print_formats(console: Any, rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table("format", "a rank", "fits", "sequences", "decode x1, ms", "served")
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        fits, served = ("yes" if row[key] else "no" for key in ("fits", "served"))
+        size = planning.format_bytes(row["bytes_per_rank"])
+        table.add_row(row["format"], size, fits, f"{row['sequences']:,}", f"{row['decode_ms']:.2f}", served)
+        if not row["served"]:
+            reasons.setdefault(row["served_note"], []).append(row["format"])
+    console.print(table)
+    for reason, names in reasons.items():
+        console.print(f"  not served there by this version: {', '.join(names)}: {reason}")
 
 
 def _print_replicas(console: Any, r: dict[str, Any]) -> None:
