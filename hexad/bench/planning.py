@@ -17,6 +17,7 @@ from hexad.hardware.memory import GIB, MemoryBudget, workspace_bytes
 from hexad.hardware.registry import Device
 from hexad.hardware.roofline import Bound
 from hexad.models.costs import FORMATS, ModelCosts, WeightFormat, format_of
+from hexad.models.served import weight_format_served
 from hexad.models.spec import ModelSpec
 
 DEFAULT_EFFICIENCY = 0.6  # engines measured on one H200 reach 0.5 to 0.8 of the floor
@@ -98,7 +99,12 @@ def make_plan(request: PlanRequest) -> dict[str, Any]:
         "parameters": costs.parameters(),
         "device": _device_dict(request.device),
         "tp": request.tp,
-        "weights": {"format": costs.format.name, "bytes": costs.resident_bytes() * request.tp, "bytes_per_rank": costs.resident_bytes()},
+        "weights": {
+            "format": costs.format.name,
+            "bytes": costs.resident_bytes() * request.tp,
+            "bytes_per_rank": costs.resident_bytes(),
+            **_served_dict(request, costs.format.name),
+        },
         "kv": {
             "dtype": costs.kv_dtype,
             "bytes_per_token": costs.kv_bytes_per_token() * request.tp,
@@ -128,7 +134,7 @@ def make_plan(request: PlanRequest) -> dict[str, Any]:
 
 
 def format_table(request: PlanRequest) -> list[dict[str, Any]]:
-    """Every weight format: its bytes, whether it fits, and its floor of a single-stream decode step."""
+    """Every weight format: its bytes, whether it fits, its floor of a single-stream decode step, whether this version serves it there."""
     rows = []
     own = request.stored_format or format_of(request.spec)
     names = list(dict.fromkeys([own.name, *FORMATS]))
@@ -142,9 +148,15 @@ def format_table(request: PlanRequest) -> list[dict[str, Any]]:
                 "fits": budget.fits,
                 "sequences": budget.sequences(int(costs.kv_bytes(request.context))) if costs.kv_bytes_per_token() else 256,
                 "decode_ms": decode_bound(costs, request.device, 1, request.context).time_s * 1e3,
+                **_served_dict(request, name),
             }
         )
     return rows
+
+
+def _served_dict(request: PlanRequest, weight_format: str) -> dict[str, Any]:
+    found = weight_format_served(request.spec, weight_format, request.device.kind, request.tp)
+    return {"served": found.served, "served_note": found.note}
 
 
 def smallest_split(request: PlanRequest) -> int | None:

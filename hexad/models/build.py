@@ -15,8 +15,8 @@ from hexad.models.layers.context import BuildContext
 from hexad.models.loader import WeightStore
 from hexad.models.quant.packed import PackedScheme, packs_here
 from hexad.models.quant.plain import PlainScheme
-from hexad.models.quant.rounding import check_quantization
 from hexad.models.quant.scheme import Scheme
+from hexad.models.served import CHECKPOINTS, check_quantization, unserved_model
 from hexad.models.spec import ModelSpec
 from hexad.operators.batch import KVPages
 from hexad.operators.load import load_operators
@@ -65,10 +65,9 @@ def build_model(
         ModelError: no stack or family here supports the model.
         ConfigError: a forced provider cannot serve it, or there is no such quantization here.
     """
-    if spec.stack != "decoder":
-        raise ModelError(f"{spec.name} needs the {spec.stack} stack: decoder-only models are supported")
-    if spec.moe is not None:
-        raise ModelError(f"{spec.name} is a mixture of experts: dense models are supported")
+    unserved = unserved_model(spec)
+    if unserved is not None:
+        raise ModelError(f"{spec.name} {unserved}")
     check_quantization(quantization, device.type)
     load_operators()
     family = find_family(spec.family)
@@ -97,7 +96,7 @@ def _scheme(
     quantization: str | None,
     tables: tuple[str, ...],
 ) -> Scheme:
-    if spec.weight_format not in ("plain", "gguf"):
+    if spec.weight_format not in CHECKPOINTS:
         raise ModelError(f"{spec.name} has weights in the format {spec.weight_format!r}; supported: plain, gguf (dequantised)")
     if quantization is not None:  # without packed products the rounded numbers are kept as plain ones
         return PackedScheme(prefer, quantization, tables)

@@ -10,6 +10,7 @@ from hexad.common.errors import ConfigError, OutOfMemoryError
 from hexad.engine.plan import KVBudget, KVLayout
 from hexad.hardware.cores import pinned_cores
 from hexad.hardware.machine import Machine
+from hexad.models.served import MAX_DEVICES
 from hexad.models.spec import ModelSpec
 from hexad.orchestration.sizing import longest_sequence
 
@@ -122,8 +123,8 @@ def _check(config: HexadConfig, spec: ModelSpec) -> None:
             f"a token a step, use at least {seqs} or fewer sequences"
         )
     for key, size in config.parallel.model_dump().items():
-        if size != 1:
-            raise ConfigError(f"parallel.{key} = {size}: this build runs on one device, use 1")
+        if size > MAX_DEVICES:
+            raise ConfigError(f"parallel.{key} = {size}: this build runs on one device, use {MAX_DEVICES}")
 
 
 def fit_kv(config: HexadConfig, spec: ModelSpec, budget: KVBudget) -> tuple[HexadConfig, KVLayout, list[Decision]]:

@@ -8,6 +8,7 @@ from hexad.bench.facts import read_facts
 from hexad.cli.plan import app
 from hexad.common.errors import ConfigError
 from hexad.hardware.registry import find_device
+from hexad.models.served import check_quantization, weight_format_served
 
 run = CliRunner()
 
@@ -97,3 +98,50 @@ def test_more_context_never_fits_more_sequences():
 def test_bad_target_is_refused():
     with pytest.raises(ConfigError, match="above zero"):
         planning.Target.parse("0:1:1")
+
+
+def served(*args):
+    made = plan_of(*args)
+    rows = {row["format"]: row for row in made["formats"]}
+    assert all(row["served_note"] for row in rows.values())
+    return made, rows
+
+
+def test_the_plan_says_which_formats_are_served_there():
+    _, gpu = served("llama-3.1-8b", "--device", "H200")
+    assert {name for name, row in gpu.items() if row["served"]} == {"bfloat16", "float16", "float32"}
+    assert gpu["int4_g32"]["served_note"] == "--quantization is for CPUs"
+    assert gpu["int4_g32"]["fits"] and gpu["int4_g32"]["bytes_per_rank"] < gpu["bfloat16"]["bytes_per_rank"]  # marked, not hidden
+    made, _ = served("llama-3-70b-fp8", "--device", "H200")
+    assert not made["weights"]["served"] and made["weights"]["served_note"] == "checkpoints in it are not read yet"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu", "npu"])
+@pytest.mark.parametrize("name", ["int8", "int4_g32", "int4_g32_zp"])
+def test_plans_and_the_loader_say_the_same_of_rounded_weights(kind, name):
+    spec, _ = read_facts("llama-3.1-8b")
+    promised = weight_format_served(spec, name, kind).served
+    try:
+        check_quantization(name, {"cpu": "cpu", "gpu": "cuda", "npu": "npu"}[kind])
+    except ConfigError:
+        assert not promised
+    else:
+        assert promised
+
+
+def test_formats_of_other_places():
+    spec, _ = read_facts("llama-3.1-8b")
+    assert weight_format_served(spec, "q4_k+q6_k", "cpu").served and not weight_format_served(spec, "q4_k+q6_k", "gpu").served
+    assert not weight_format_served(spec, "bfloat16", "npu").served
+    assert not weight_format_served(spec, "int4-g32", "cpu").served
+    assert weight_format_served(spec, "bfloat16", "gpu", devices=2).note == "models are not split over devices yet"
+    mixture, _ = read_facts("qwen3-30b-a3b")
+    assert weight_format_served(mixture, "bfloat16", "gpu").note == "the model is a mixture of experts: dense models are supported"
+
+
+def test_human_output_says_why_a_format_is_not_served():
+    text = " ".join(run.invoke(app, ["llama-3.1-8b", "--device", "H200"]).output.split())
+    assert "not served there by this version: int8, int4_g32, int4_g32_zp: --quantization is for CPUs" in text
+    text = " ".join(run.invoke(app, ["llama-3-70b-fp8", "--device", "L40S"]).output.split())
+    assert "this version does not serve it there: checkpoints in it are not read yet" in text and "int4 (not served yet)" in text
+    assert "devices that would: 2 (not served yet)" in text

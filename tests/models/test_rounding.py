@@ -16,7 +16,8 @@ from hexad.models.formats.handles import PlainHandle
 from hexad.models.inputs import ForwardInputs
 from hexad.models.loader import open_weights
 from hexad.models.quant.packed import PackedScheme
-from hexad.models.quant.rounding import QUANTIZATIONS, RoundedHandle, check_quantization, round_rows, rounded_format, unpack_rows
+from hexad.models.quant.rounding import QUANTIZATIONS, RoundedHandle, round_rows, rounded_format, unpack_rows
+from hexad.models.served import ROUNDED, check_quantization
 from hexad.operators.batch import AttentionBatch, KVPages
 from hexad.operators.packed import INT8_ROWS
 
@@ -59,6 +60,7 @@ def test_numbers_move_by_half_a_step_at_most(format_name: str, size: float, make
 
 
 def test_refusals() -> None:
+    assert tuple(QUANTIZATIONS) == ROUNDED
     check_quantization(None, "cuda")
     for name in QUANTIZATIONS:
         check_quantization(name, "cpu")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hexad.common.errors import ConfigError, WeightsError, nearest
+from hexad.common.errors import WeightsError
 from hexad.models.formats.blocks import dequantize
 from hexad.operators.packed import INT8_ROWS
 
@@ -26,23 +26,9 @@ if TYPE_CHECKING:
     from hexad.models.loader import WeightHandle
 
 GROUP = 32
-QUANTIZATIONS = {"int8": INT8_ROWS, "int4_g32": "q4_0", "int4_g32_zp": "q4_1"}  # name -> format of a layer's rows
+QUANTIZATIONS = {"int8": INT8_ROWS, "int4_g32": "q4_0", "int4_g32_zp": "q4_1"}  # of ROUNDED -> format of a layer's rows
 ROWS_AT_ONCE = 2_048  # bounds the float32 copy
 _HALF_MAX = 65_504.0
-
-
-def check_quantization(name: str | None, device_type: str) -> None:
-    """Raises ConfigError for a name that is not in QUANTIZATIONS, and for devices that have no such products."""
-    if name is None:
-        return
-    known = ", ".join(QUANTIZATIONS)
-    if name not in QUANTIZATIONS:
-        near = nearest(name, QUANTIZATIONS, 3)
-        raise ConfigError(f"--quantization is {name!r}: " + (f"did you mean {near!r}? " if near else "") + f"known: {known}")
-    if device_type != "cpu":
-        raise ConfigError(
-            f"--quantization {name} rounds weights for CPUs, but the device is {device_type}: leave it out, or use --device cpu"
-        )
 
 
 @dataclass(frozen=True, slots=True)
