@@ -158,7 +158,7 @@ def parts(problem: Problem, layout: Layout) -> dict[str, float]:
     batch, out = problem.batch(cascade=True), problem.out
     (items, starts, partial, stats, capacity), _ = layout.split(batch, problem.rows)
     splits, shared_partial, shared_stats = layout.prefix.attend(problem.q, problem.pages[0], batch, problem.rows, serial=True)
-    decode, merge = layout.decode_launcher(shared=True), layout.combine_launcher(problem.rows, shared=True)
+    decode, (programs, merge) = layout.decode_launcher(shared=True), layout.combine_launcher(problem.rows, shared=True)
 
     def shared(kv: KVPages) -> None:
         layout.prefix.attend(problem.q, kv, batch, problem.rows, serial=False)
@@ -174,7 +174,7 @@ def parts(problem: Problem, layout: Layout) -> dict[str, float]:
         layout.split(batch, problem.rows)
 
     def combine() -> None:
-        merge((problem.rows, HEADS, 1), partial, stats, starts, shared_partial, shared_stats, out, problem.rows, splits)
+        merge((problem.rows, programs, 1), partial, stats, starts, shared_partial, shared_stats, out, problem.rows, splits)
 
     found = {name: graph_us([lambda kv=kv, f=f: f(kv) for kv in problem.pages]) for name, f in (("shared", shared), ("tail", tail))}
     return found | {"merge": graph_us([combine]), "plan": graph_us([plan]), "splits": float(splits)}

@@ -22,7 +22,7 @@ import torch
 from timing import Job, calibrate, graph_us, median_us
 
 SHOWN = ("gb_s", "tflop_s", "floor_us", "share", "eager_us", "launcher_us", "triton_us", "torch_add_us")
-STEPS = ((1, 256), (8, 194), (16, 256), (32, 256), (64, 384), (256, 194))  # rows, context
+STEPS = ((1, 256), (2, 256), (4, 256), (8, 194), (16, 256), (32, 256), (64, 384), (256, 194))  # rows, context
 MODELS = list(jobs_linear.SHAPES)
 
 

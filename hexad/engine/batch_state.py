@@ -16,7 +16,7 @@ from hexad.engine.plan import NO_BLOCK, KVMove, NewRequest, Row, StepPlan
 
 # Keys that need not be read again, for a shared prefix to be worth launches of its own. On an H200, 256 rows over a prefix of 2,048 tokens
 # (522,240 keys) took 2.24 s with them and 2.02 s without (load W5, cached): below, they cost more than they save.
-MIN_SHARED_READS = 2**21
+MIN_SHARED_READS = 2**17
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]

@@ -21,10 +21,12 @@ from hexad.operators.triton.shared_prefix import MAX_SHARED_SPLITS, SharedPrefix
 
 PAGES = (16, 32, 64, 128, 256)
 MAX_ROWS = 4096
-MEDIUM = 768  # query tokens a row up to which the general kernel is faster than the warp-specialised one
+MEDIUM = 768  # query tokens a row up to which the general kernel is faster than the warp-specialised one, keys being few
+LONG_KEYS = 1024  # an H200 took 520 us in place of 650 for 64 rows of 128 queries over 2,176 keys
 PLAN_ITEMS = 16  # items a program of the plan
 Split = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]  # items, starts, partial, stats, capacity
 MANY_ROWS = 32  # from here on a row has few items
+HEADS_TOGETHER = 8  # query heads of such a row that one program merges
 WANTED_PROGRAMS = 4  # decode programs a multiprocessor that fill the card
 
 
@@ -75,7 +77,7 @@ class Layout:
         self._descriptors: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._decode: dict[bool, Launcher] = {}
         self.hopper = self._hopper_launcher()
-        self._combine: dict[tuple[int, bool], Launcher] = {}
+        self._combine: dict[tuple[bool, bool], Launcher] = {}
         self.prefix = SharedPrefix(self)
         self.set_combine(64)
 
@@ -84,17 +86,18 @@ class Layout:
         self.combine_parts = parts
         self._combine.clear()
 
-    def combine_launcher(self, rows: int, *, shared: bool) -> Launcher:
-        """Merges partial results of `rows` rows, and those of a shared prefix."""
-        parts = self.combine_parts if rows < MANY_ROWS else min(8, self.combine_parts)
-        if (parts, shared) not in self._combine:
+    def combine_launcher(self, rows: int, *, shared: bool) -> tuple[int, Launcher]:
+        """Programs a row, and what merges partial results of `rows` rows and those of a shared prefix."""
+        many = rows >= MANY_ROWS
+        together = min(HEADS_TOGETHER, pow2(self.args.heads)) if many else 1
+        if (many, shared) not in self._combine:
             args = self.args
             constants = {
-                "HEADS": args.heads, "DIM": args.head_dim, "DIM_PAD": self.dim_pad, "PARTS": parts,
-                "MAX_SPLITS": MAX_SHARED_SPLITS if shared else 0, "PDL": self.on.tensor_copies,
+                "HEADS": args.heads, "DIM": args.head_dim, "DIM_PAD": self.dim_pad, "TOGETHER": together,
+                "PARTS": 2 if many else self.combine_parts, "MAX_SPLITS": MAX_SHARED_SPLITS if shared else 0, "PDL": self.on.tensor_copies,
             }  # fmt: skip
-            self._combine[parts, shared] = Launcher(combine_kernel, constants, num_warps=4, pdl=self.on.tensor_copies)
-        return self._combine[parts, shared]
+            self._combine[many, shared] = Launcher(combine_kernel, constants, num_warps=4, pdl=self.on.tensor_copies)
+        return triton.cdiv(self.args.heads, together), self._combine[many, shared]
 
     def decode_launcher(self, *, shared: bool) -> Launcher:
         """Attention over each row's own keys: all, or those after a shared prefix."""
@@ -216,12 +219,17 @@ class Layout:
             q, kv.k, kv.v, batch.block_table, items, partial, stats, shared_partial, shared_stats, out,
             batch.block_table.stride(0), rows, splits, serial=new and not shared,
         )  # fmt: skip
-        merge = self.combine_launcher(rows, shared=shared)
-        merge((rows, self.args.heads, 1), partial, stats, starts, shared_partial, shared_stats, out, rows, splits)
+        programs, merge = self.combine_launcher(rows, shared=shared)
+        merge((rows, programs, 1), partial, stats, starts, shared_partial, shared_stats, out, rows, splits)
+
+    def specialises(self, batch: AttentionBatch, tokens: int) -> bool:
+        """The warp-specialised kernel pays for long prompts, and for shorter ones behind long prefixes where they fill the card."""
+        fills = tokens // QUERIES * self.args.heads >= 4 * self.on.multiprocessors
+        return batch.max_query_len > MEDIUM or (fills and batch.max_query_len >= QUERIES and batch.max_seq_len >= LONG_KEYS)
 
     def prefill(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, first_row: int, out: torch.Tensor) -> None:
         rows = batch.seq_lens.shape[0] - first_row
-        if self.hopper is not None and batch.max_query_len > MEDIUM:
+        if self.hopper is not None and self.specialises(batch, q.shape[0]):
             k_desc, v_desc = self._flat_descriptors(kv)
             self.hopper(
                 (triton.cdiv(batch.max_query_len, QUERIES), self.args.heads, rows),

@@ -262,13 +262,17 @@ def combine_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
+    TOGETHER: tl.constexpr,  # query heads a program
     PARTS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,  # at most so many parts of a shared prefix; 0: there is none
     PDL: tl.constexpr,
 ):
-    """Merge the items of one row and one query head, PARTS at a time, and the parts of a shared prefix."""
+    """Merge the items of one row and TOGETHER query heads, PARTS at a time, and the parts of a shared prefix.
+
+    Where rows are many, most have one item and nothing is to be done: then few programs should find that out.
+    """
     row = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -278,33 +282,34 @@ def combine_kernel(
         return
     dim = tl.arange(0, DIM_PAD)
     part = tl.arange(0, PARTS)
-    top = -1.0e30
-    norm = 0.0
-    acc = tl.zeros([DIM_PAD], tl.float32)
+    mine = head < HEADS
+    top = tl.full([TOGETHER], -1.0e30, tl.float32)
+    norm = tl.zeros([TOGETHER], tl.float32)
+    acc = tl.zeros([TOGETHER, DIM_PAD], tl.float32)
     if MAX_SPLITS > 0:
         split = tl.arange(0, MAX_SPLITS)
-        there = split < splits
-        shared_line = (split * num_rows + row) * HEADS + head
+        there = (split < splits)[:, None] & mine[None, :]
+        shared_line = (split[:, None] * num_rows + row) * HEADS + head[None, :]
         shared_tops = tl.load(shared_stats_ptr + shared_line * 2, mask=there, other=-1.0e30)
         shared_norms = tl.load(shared_stats_ptr + shared_line * 2 + 1, mask=there, other=0.0)
-        shared_values = tl.load(
-            shared_partial_ptr + shared_line.to(tl.int64)[:, None] * DIM_PAD + dim[None, :], mask=there[:, None], other=0.0
-        )
+        address = shared_line.to(tl.int64)[:, :, None] * DIM_PAD + dim[None, None, :]
+        shared_values = tl.load(shared_partial_ptr + address, mask=there[:, :, None], other=0.0)
         top = tl.max(shared_tops, 0)
-        shared_weights = tl.exp2(shared_tops - top)
+        shared_weights = tl.exp2(shared_tops - top[None, :])
         norm = tl.sum(shared_weights * shared_norms, 0)
-        acc = tl.sum(shared_values * shared_weights[:, None], 0)
+        acc = tl.sum(shared_values * shared_weights[:, :, None], 0)
     for start in range(first, last, PARTS):
         item = start + part
-        real = item < last
-        line = item * HEADS + head
+        real = (item < last)[:, None] & mine[None, :]
+        line = item[:, None] * HEADS + head[None, :]
         tops = tl.load(stats_ptr + line * 2, mask=real, other=-1.0e30)
         norms = tl.load(stats_ptr + line * 2 + 1, mask=real, other=0.0)
-        values = tl.load(partial_ptr + line[:, None] * DIM_PAD + dim[None, :], mask=real[:, None], other=0.0)
+        values = tl.load(partial_ptr + line[:, :, None] * DIM_PAD + dim[None, None, :], mask=real[:, :, None], other=0.0)
         new_top = tl.maximum(top, tl.max(tops, 0))
-        weights = tl.exp2(tops - new_top)
+        weights = tl.exp2(tops - new_top[None, :])
         shrink = tl.exp2(top - new_top)
         norm = norm * shrink + tl.sum(weights * norms, 0)
-        acc = acc * shrink + tl.sum(values * weights[:, None], 0)
+        acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 0)
         top = new_top
-    tl.store(out_ptr + (row.to(tl.int64) * HEADS + head) * DIM + dim, (acc / norm).to(out_ptr.dtype.element_ty), mask=dim < DIM)
+    out = out_ptr + (row.to(tl.int64) * HEADS + head)[:, None] * DIM + dim[None, :]
+    tl.store(out, (acc / norm[:, None]).to(out_ptr.dtype.element_ty), mask=mine[:, None] & (dim < DIM)[None, :])

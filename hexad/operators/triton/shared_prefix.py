@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from hexad.operators.triton.attention import Layout
 
 MAX_SHARED_SPLITS = 16
-LARGE = 512  # (row, query head) pairs of one key head from which wide tiles fill the card
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,12 @@ class SharedTiles:
     per_sm: int  # programs that a multiprocessor holds at once; more parts than that would wait for a second turn
 
 
-def shared_tiles(dim_pad: int, item_bytes: int, capability: int, pairs: int) -> SharedTiles:
-    """Two groups of four warps share each tile of keys where there are many queries, so that every key is read half as often."""
+def shared_tiles(dim_pad: int, item_bytes: int, capability: int) -> SharedTiles:
+    """Two programs a multiprocessor: one multiplies while the other waits. 128 pairs by eight warps were slower on an H200 (92 us, not 86)."""
     if item_bytes == 4:  # no matrix units in full precision
         return SharedTiles(32, 4, 1, 1)
     if capability >= 90 and dim_pad <= 128:
-        return SharedTiles(128, 8, 4, 1) if pairs >= LARGE else SharedTiles(64, 4, 4, 2)
+        return SharedTiles(64, 4, 3, 2)
     return SharedTiles(64, 4, 2, 2 if capability == 80 and dim_pad <= 128 else 1)
 
 
@@ -46,14 +45,12 @@ class SharedPrefix:
         self.forced: SharedTiles | None = None  # for measurements
         self._launchers: dict[SharedTiles, Launcher] = {}
 
-    def tiles(self, rows: int) -> SharedTiles:
-        args = self.layout.args
-        pairs = rows * self.layout.group
-        return self.forced or shared_tiles(self.layout.dim_pad, args.dtype.itemsize, self.layout.on.capability, pairs)
+    def tiles(self) -> SharedTiles:
+        return self.forced or shared_tiles(self.layout.dim_pad, self.layout.args.dtype.itemsize, self.layout.on.capability)
 
     def splits(self, rows: int) -> int:
         """Parts of the prefix with which the programs fill the card, and are all at work at once."""
-        tiles = self.tiles(rows)
+        tiles = self.tiles()
         programs = self.layout.args.kv_heads * triton.cdiv(rows * self.layout.group, tiles.pairs)
         return int(max(1, min(MAX_SHARED_SPLITS, tiles.per_sm * self.layout.on.multiprocessors // programs)))
 
@@ -73,7 +70,7 @@ class SharedPrefix:
         self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, rows: int, *, serial: bool
     ) -> tuple[int, torch.Tensor, torch.Tensor]:
         """Number of parts, partial results [splits, rows, heads, dim], and their maxima and norms [splits, rows, heads, 2]."""
-        tiles, splits, layout = self.tiles(rows), self.splits(rows), self.layout
+        tiles, splits, layout = self.tiles(), self.splits(rows), self.layout
         shape = (splits, rows, layout.args.heads)
         partial = torch.empty((*shape, layout.dim_pad), dtype=torch.float32, device=q.device)
         stats = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
