@@ -12,7 +12,7 @@ Calls come in two orders that must not be mixed up:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -109,8 +109,11 @@ class Runner:
         return Step(self.state.step(plan))
 
     @torch.inference_mode()
-    def forward(self, step: Step) -> None:
-        """Apply arrivals and moves, compute the rows, keep the hidden states that sampling needs."""
+    def forward(self, step: Step, starting: Callable[[], None] | None = None) -> None:
+        """Apply arrivals and moves, compute the rows, keep the hidden states that sampling needs.
+
+        `starting` may be called once: when all is prepared and the computation leaves the interpreter.
+        """
         host = step.host
         self._update(host)
         if not host.rows:
@@ -120,7 +123,7 @@ class Runner:
             if step.decoded is not None:
                 return
         device = step.device = to_device(host, self.state.table_width, self.state.block_size, self.device)
-        inputs = ForwardInputs(self._flat_tokens.index_select(0, device.token_index), device.positions, device.attention)
+        inputs = ForwardInputs(self._flat_tokens.index_select(0, device.token_index), device.positions, device.attention, starting)
         hidden = self.model.forward(inputs, self.kv.layers)
         if host.scored:
             step.prompt_scores = self._score_prompts(host, hidden)

@@ -73,7 +73,7 @@ class DecoderModel:
     def forward(self, inputs: ForwardInputs, kv_layers: list[KVPages]) -> torch.Tensor:
         """Compute one step's tokens: hidden states after the final norm [T, H]. Writes their keys and values to `kv_layers`."""
         if self._stack is not None:
-            return self._stack(inputs.token_ids, inputs.positions, inputs.attention, kv_layers)
+            return self._stack(inputs.token_ids, inputs.positions, inputs.attention, kv_layers, inputs.starting)
         residual = self.embedding.apply(inputs.token_ids)  # [T, H]
         if self.spec.embedding_scale != 1.0:
             residual = residual * self.spec.embedding_scale

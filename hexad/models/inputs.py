@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,3 +19,4 @@ class ForwardInputs:
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
     attention: tuple[AttentionBatch, ...]  # per KV group, in the order of ModelSpec.kv_layer_groups
+    starting: Callable[[], None] | None = None  # may be called once, just before a computation that needs no interpreter

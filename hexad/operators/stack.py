@@ -1,8 +1,9 @@
-"""`decoder_stack(token_ids [T], positions [T], groups, kv_layers, prepared) -> [T, H]`: everything but the head in one call.
+"""`decoder_stack(token_ids [T], positions [T], groups, kv_layers, prepared, starting=None) -> [T, H]`: everything but the head in one call.
 
 The largest composite operator: where a provider has it, a step is one call and costs the interpreter nothing. `prepare(args, StackParams)`
 keeps what it needs; `groups` has one `AttentionBatch` per KV group, `kv_layers` one `KVPages` per layer, in layer order. Keys and values of
-the step are written to the pages. A provider may keep hidden states in float32 where the reference rounds them to `dtype`.
+the step are written to the pages. A provider may keep hidden states in float32 where the reference rounds them to `dtype`, and calls
+`starting` just before it leaves the interpreter for good.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ def decoder_stack_reference(args: StackArgs) -> Kernel:
         groups: Sequence[AttentionBatch],
         kv_layers: Sequence[KVPages],
         prepared: StackParams,
+        starting: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         residual = prepared.embedding.apply(token_ids) * args.embedding_scale  # [T, H]
         branch = torch.zeros_like(residual)

@@ -216,7 +216,7 @@ def test_a_failed_step_raises_and_others_do_not(plans, rng, monkeypatch):
     prompt = prompt_of(rng, 3)
     runner = plans.executor.runner
 
-    def fail(step):
+    def fail(step, starting):
         raise RuntimeError("the device is on fire")
 
     with monkeypatch.context() as patch:
@@ -230,7 +230,7 @@ def test_a_failed_step_raises_and_others_do_not(plans, rng, monkeypatch):
 def test_execute_returns_before_the_work_is_done(plans, rng, monkeypatch):
     gate, runner = threading.Event(), plans.executor.runner
     forward = runner.forward
-    monkeypatch.setattr(runner, "forward", lambda step: (gate.wait(30), forward(step)))
+    monkeypatch.setattr(runner, "forward", lambda step, starting: (gate.wait(30), forward(step, starting)))
     pending = plans.launch([row(0, 0, 3)], new=[new(0, prompt_of(rng, 3), [1])])
     assert not pending.done()
     with pytest.raises(TimeoutError, match="step 0"):

@@ -25,11 +25,17 @@ def _stop(jobs: queue.SimpleQueue[Callable[[], None] | None], thread: threading.
 
 
 class DeviceThread:
-    """Runs jobs one after the other, in the order they came. Jobs must not raise; `close` waits for the ones already queued."""
+    """Runs jobs one after the other, in the order they came. Jobs must not raise; `close` waits for the ones already queued.
+
+    A job that has a result to give away leaves it with `hold`; it is given when the next job calls `give`, at the latest when that one
+    has ended, and at once when no job waits. Whoever wakes by it wants the interpreter's lock, and this thread needs that lock to start
+    the next computation: until then nothing computes.
+    """
 
     def __init__(self, name: str, initialise: Callable[[], None]) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._initialise = initialise
+        self._held: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
         # A process that ends while this thread is inside torch aborts: torch cannot be unwound when the interpreter takes threads down.
@@ -37,6 +43,17 @@ class DeviceThread:
 
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
+
+    def hold(self, gift: Callable[[], None]) -> None:
+        """Call `gift` soon (see above). From a job."""
+        self.give()
+        self._held = gift
+
+    def give(self) -> None:
+        """Call what is held. From a job."""
+        held, self._held = self._held, None
+        if held is not None:
+            held()
 
     def run(self, job: Callable[[], T]) -> T:
         """Run a job and wait for what it returns or raises."""
@@ -57,5 +74,8 @@ class DeviceThread:
     def _loop(self) -> None:
         self._initialise()
         while (job := self._jobs.get()) is not None:
+            held = self._held
             job()
             del job  # a job holds tensors: let go before waiting for the next one
+            if self._jobs.empty() or (held is not None and self._held is held):
+                self.give()

@@ -54,7 +54,7 @@ class LocalStep:
     def _forward(self) -> None:
         started = time.perf_counter()
         try:
-            self._runner.forward(self._step)
+            self._runner.forward(self._step, self._thread.give if self._thread is not None else None)
         except Exception as error:
             log.exception("step %d failed", self.step_id)
             self._failure = error
@@ -66,27 +66,34 @@ class LocalStep:
             if self._failure is not None:
                 raise self._failure
             output = self._runner.sample(self._step, masks)
-            pending.resolve(self._runner.result(output, self._busy_s + time.perf_counter() - started))
+            result = self._runner.result(output, self._busy_s + time.perf_counter() - started)
+            assert self._thread is not None
+            self._thread.hold(lambda: pending.resolve(result))
         except Exception as error:
             log.exception("sampling of step %d failed", self.step_id)
             pending.fail(error)
 
 
 class LocalPending:
-    """A result that the worker thread delivers; implements `PendingResult`."""
+    """A result that the worker thread delivers; implements `PendingResult`.
+
+    A bare lock, because an Event costs several times as much each step: held from the start, let go once.
+    """
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
-        self._ready = threading.Event()
+        self._running = threading.Lock()
+        self._running.acquire()
         self._result: StepResult | None = None
         self._failure: BaseException | None = None
 
     def done(self) -> bool:
-        return self._ready.is_set()
+        return not self._running.locked()
 
     def wait(self, timeout_s: float | None = None) -> StepResult:
-        if not self._ready.wait(timeout_s):
+        if not self._running.acquire(timeout=-1 if timeout_s is None else timeout_s):
             raise TimeoutError(f"step {self.step_id} did not finish in {timeout_s} s")
+        self._running.release()
         if self._failure is not None:
             raise EngineDeadError(f"step {self.step_id} failed: {self._failure}") from self._failure
         assert self._result is not None
@@ -94,11 +101,11 @@ class LocalPending:
 
     def resolve(self, result: StepResult) -> None:
         self._result = result
-        self._ready.set()
+        self._running.release()
 
     def fail(self, error: BaseException) -> None:
         self._failure = error
-        self._ready.set()
+        self._running.release()
 
 
 class CudaPending:

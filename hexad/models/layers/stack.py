@@ -16,7 +16,8 @@ from hexad.operators.stack import LayerParams, Product, StackArgs, StackParams
 if TYPE_CHECKING:
     from hexad.models.decoder import DecoderLayer
 
-Stack = Callable[[torch.Tensor, torch.Tensor, Sequence[AttentionBatch], Sequence[KVPages]], torch.Tensor]
+Starting = Callable[[], None] | None
+Stack = Callable[[torch.Tensor, torch.Tensor, Sequence[AttentionBatch], Sequence[KVPages], Starting], torch.Tensor]
 
 
 def bind_stack(
@@ -27,7 +28,10 @@ def bind_stack(
     kv_group: Sequence[int],
     max_len: int,
 ) -> Stack | None:
-    """token ids, positions, KV groups, pages -> hidden states [T, H] after the final norm; None: layer by layer it is."""
+    """token ids, positions, KV groups, pages -> hidden states [T, H] after the final norm; None: layer by layer it is.
+
+    The last argument is `ForwardInputs.starting`.
+    """
     products = [embedding, *(p for layer in layers for p in _products(layer))]
     if any(getattr(product, "packed", None) is None for product in products):
         return None
@@ -38,7 +42,7 @@ def bind_stack(
     bound = registry.bind("decoder_stack", args, context.prefer)
     params = StackParams(_product(embedding), [_layer_params(layer) for layer in layers], final_norm)
     call, prepared = bound.call, bound.prepare(params)
-    return lambda token_ids, positions, groups, kv_layers: call(token_ids, positions, groups, kv_layers, prepared)
+    return lambda token_ids, positions, groups, kv_layers, starting: call(token_ids, positions, groups, kv_layers, prepared, starting)
 
 
 def _products(layer: DecoderLayer) -> tuple[Any, Any, Any, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -138,6 +138,7 @@ def bind_stack(args: StackArgs) -> Kernel:
         groups: Sequence[AttentionBatch],
         kv_layers: Sequence[KVPages],
         prepared: NativeStack,
+        starting: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         keys, values = prepared.pages(kv_layers)
         tables = [batch.block_table.contiguous() for batch in groups]
@@ -162,7 +163,10 @@ def bind_stack(args: StackArgs) -> Kernel:
             num_groups=len(groups),
             block_size=first.block_size,
         )
-        check(prepared.forward(ctypes.addressof(prepared.desc), ctypes.addressof(prepared.layers), ctypes.addressof(call)))
+        arguments = ctypes.addressof(prepared.desc), ctypes.addressof(prepared.layers), ctypes.addressof(call)
+        if starting is not None:
+            starting()
+        check(prepared.forward(*arguments))
         return out
 
     return decoder_stack
