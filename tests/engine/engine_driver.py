@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -152,3 +154,32 @@ def generate(executor: LocalExecutor, prompts, params=GREEDY, **options) -> list
     for prompt, wanted in zip(prompts, every, strict=True):
         driver.submit(prompt, wanted)
     return driver.run()
+
+
+def tokens(results: Iterable[Generated]) -> list[list[int]]:
+    """What each has generated; none may have failed."""
+    results = list(results)
+    assert all(result.error is None for result in results)
+    return [result.tokens for result in results]
+
+
+def generate_twice(executor: LocalExecutor, prompts, params=GREEDY, *, depth: int = 2) -> list[list[int]]:
+    """Everything twice over the same pool, so that the second time most of the prompts come from the cache."""
+    driver = EngineDriver(executor, depth=depth)
+    for _ in range(2):
+        for prompt in prompts:
+            driver.submit(prompt, params)
+        driver.run()
+    assert driver.scheduler.stats().prefix_hits_total > 0
+    return tokens(driver.results.values())
+
+
+def generate_preempted(executor: LocalExecutor, prompts, params=GREEDY, *, depth: int = 2, rng: random.Random) -> list[list[int]]:
+    """A pool that is too small for all, and everything preempted at random steps."""
+    driver = EngineDriver(executor, depth=depth, num_blocks=14 * len(executor.spec.kv_layer_groups))
+    driver.scheduler.preempt_hook = lambda _step: rng.random() < 0.15
+    for prompt in prompts:
+        driver.submit(prompt, params)
+    results = driver.run()
+    assert sum(result.num_preemptions for result in results) > 0
+    return tokens(results)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from engine_driver import EngineDriver, fresh_seed, generate, make_executor, reference_greedy, save_random
+from engine_driver import fresh_seed, generate, generate_preempted, generate_twice, make_executor, reference_greedy, save_random, tokens
 
 from hexad.common.params import SamplingParams
 
@@ -48,11 +48,6 @@ def show_seed(case):
     print(f"seed {case.seed}")
 
 
-def tokens(results) -> list[list[int]]:
-    assert all(result.error is None for result in results)
-    return [result.tokens for result in results]
-
-
 def test_alone(case):
     for prompt, expected in zip(case.prompts, case.expected, strict=True):
         assert tokens(generate(case.executor, [prompt])) == [expected]
@@ -73,28 +68,12 @@ def test_small_budget_and_few_slots(case, depth):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_prefix_cache(case, depth):
-    """Everything twice over the same pool: the second time most of the prompts come from the cache."""
-    driver = EngineDriver(case.executor, depth=depth)
-    for _ in range(2):
-        for prompt in case.prompts:
-            driver.submit(prompt, GREEDY)
-        driver.run()
-    assert tokens(driver.results.values()) == case.expected * 2
-    assert driver.scheduler.stats().prefix_hits_total > 0
+    assert generate_twice(case.executor, case.prompts, GREEDY, depth=depth) == case.expected * 2
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_preemption(case, depth):
-    """A pool that is too small for all, and everything preempted at random steps."""
-    rng = random.Random(case.seed)
-    groups = len(case.executor.spec.kv_layer_groups)
-    driver = EngineDriver(case.executor, depth=depth, num_blocks=14 * groups)
-    driver.scheduler.preempt_hook = lambda _step: rng.random() < 0.15
-    for prompt in case.prompts:
-        driver.submit(prompt, GREEDY)
-    results = driver.run()
-    assert tokens(results) == case.expected
-    assert sum(result.num_preemptions for result in results) > 0
+    assert generate_preempted(case.executor, case.prompts, GREEDY, depth=depth, rng=random.Random(case.seed)) == case.expected
 
 
 def test_choices_share_a_prompt(case):

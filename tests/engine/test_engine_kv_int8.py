@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from engine_driver import EngineDriver, fresh_seed, generate, make_executor, save_random
+from engine_driver import fresh_seed, generate, generate_preempted, generate_twice, make_executor, save_random, tokens
 
 from hexad.common.params import SamplingParams
 from hexad.operators.native.library import probe
@@ -41,11 +41,6 @@ class Case:
         self.expected = [tokens(generate(self.executor, [prompt], GREEDY))[0] for prompt in self.prompts]
 
 
-def tokens(results) -> list[list[int]]:
-    assert all(result.error is None for result in results)
-    return [result.tokens for result in results]
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def case(request, tmp_path_factory):
     made = Case(tmp_path_factory.mktemp("model"), request.param)
@@ -64,24 +59,11 @@ def test_batched_as_alone(case, chunk):
 
 
 def test_cached_as_uncached(case):
-    driver = EngineDriver(case.executor, depth=2)
-    for _ in range(2):
-        for prompt in case.prompts:
-            driver.submit(prompt, GREEDY)
-        driver.run()
-    assert tokens(driver.results.values()) == case.expected * 2
-    assert driver.scheduler.stats().prefix_hits_total > 0
+    assert generate_twice(case.executor, case.prompts, GREEDY) == case.expected * 2
 
 
 def test_preempted_as_not(case):
-    rng = random.Random(case.seed)
-    driver = EngineDriver(case.executor, depth=2, num_blocks=14 * len(case.executor.spec.kv_layer_groups))
-    driver.scheduler.preempt_hook = lambda _step: rng.random() < 0.15
-    for prompt in case.prompts:
-        driver.submit(prompt, GREEDY)
-    results = driver.run()
-    assert tokens(results) == case.expected
-    assert sum(result.num_preemptions for result in results) > 0
+    assert generate_preempted(case.executor, case.prompts, GREEDY, rng=random.Random(case.seed)) == case.expected
 
 
 def test_forked_choices_copy_whole_rows(case):
