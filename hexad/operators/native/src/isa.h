@@ -23,11 +23,13 @@ namespace {
 
 #include "vector.h"
 #if HX_AMX
-#include "tiles.h"
+template <int kFormat>
+static void linear_tiles(const LinearTask& t, int64_t first, int64_t last, uint8_t* scratch);
 #endif
 #include "linear.h"
 #if HX_AMX
-#include "tiles_wide.h"
+#include "code_tiles.h"
+#include "tiles.h"
 #endif
 #include "rows.h"
 #if HX_AMX

@@ -30,9 +30,9 @@ static inline GroupScales k_scales(const Weight& w, const uint8_t* panel, int gr
   return {scale, scale, -(from_f16(multipliers + 32) * from_uint8(bytes + 16))};
 }
 
-static inline GroupScales group_scales(const Weight& w, const uint8_t* panel, int group) {
-  if (has_k_scales(w.format)) return k_scales(w, panel, group);
-  const f16v scale = w.format == kBFloat16 ? splat(1.0f) : from_f16(scales_of(w, panel, group));
+static inline GroupScales group_scales(const Weight& w, int format, const uint8_t* panel, int group) {
+  if (has_k_scales(format)) return k_scales(w, panel, group);
+  const f16v scale = format == kBFloat16 ? splat(1.0f) : from_f16(scales_of(w, panel, group));
   return {scale, scale, w.has_min ? from_f16(minima_of(w, panel, group)) : f16v{}};
 }
 
@@ -90,7 +90,7 @@ static void dequantize_row(const Weight* weight, int64_t row, float* out) {
   const uint8_t* panel = panel_of(w, row / kLanes);
   const int lane = static_cast<int>(row % kLanes);
   for (int group = 0; group < w.groups; ++group) {
-    const GroupScales scales = group_scales(w, panel, group);
+    const GroupScales scales = group_scales(w, w.format, panel, group);
     for (int k = 0; k < kGroup && group * kGroup + k < w.in_features; ++k) {
       const f16v codes = codes_of(w, panel + static_cast<int64_t>(group) * code_bytes(w.format), k / 2, k % 2);
       out[group * kGroup + k] = codes[lane] * (k < kGroup / 2 ? scales.first : scales.second)[lane] + scales.minimum[lane];
@@ -270,7 +270,11 @@ static inline void unit_rows(const LinearTask& t, int64_t unit, int row) {
 }
 
 template <int kFormat>
-static void linear_rows(const LinearTask& t, int64_t first, int64_t last) {
+static void linear_units(const LinearTask& t, int64_t first, int64_t last, uint8_t* scratch) {
+#if HX_AMX
+  if (t.x_dtype == kBF16 && t.rows >= HX_TILE_ROWS) return linear_tiles<kFormat>(t, first, last, scratch);
+#endif
+  (void)scratch;
   for (int64_t unit = first; unit < last; ++unit) {
     int row = 0;
     for (; row + 4 <= t.rows; row += 4) unit_rows<4, kFormat>(t, unit, row);
@@ -285,17 +289,13 @@ static void linear(const LinearTask* task, int chunk, uint8_t* scratch) {
   const int64_t units = t.epilogue == kGated ? t.weight->panels / 2 : t.weight->panels;
   const int64_t first = static_cast<int64_t>(chunk) * t.units_per_chunk;
   const int64_t last = first + t.units_per_chunk < units ? first + t.units_per_chunk : units;
-#if HX_AMX
-  if (t.x_dtype == kBF16 && t.rows >= HX_TILE_ROWS) return linear_tiles(t, first, last, scratch);
-#endif
-  (void)scratch;
   switch (t.weight->format) {
-    case kInt4: return linear_rows<kInt4>(t, first, last);
-    case kInt8: return linear_rows<kInt8>(t, first, last);
-    case kInt6: return linear_rows<kInt6>(t, first, last);
-    case kInt4K: return linear_rows<kInt4K>(t, first, last);
-    case kInt6K: return linear_rows<kInt6K>(t, first, last);
-    default: return linear_rows<kBFloat16>(t, first, last);
+    case kInt4: return linear_units<kInt4>(t, first, last, scratch);
+    case kInt8: return linear_units<kInt8>(t, first, last, scratch);
+    case kInt6: return linear_units<kInt6>(t, first, last, scratch);
+    case kInt4K: return linear_units<kInt4K>(t, first, last, scratch);
+    case kInt6K: return linear_units<kInt6K>(t, first, last, scratch);
+    default: return linear_units<kBFloat16>(t, first, last, scratch);
   }
 }
 

@@ -1,4 +1,4 @@
-// Tiles of 6-bit codes and of k-quants. Included after linear.h where the instruction set has AMX.
+// Groups of packed codes -> AMX tiles of bfloat16. Included after linear.h where the instruction set has AMX.
 
 // 0 .. 63 as bfloat16.
 struct alignas(64) WideCodes {
@@ -41,15 +41,19 @@ static inline void tile_of_6_bits(const uint8_t* codes, const GroupScales& scale
   }
 }
 
-static inline void tile_of_4_bits(const uint8_t* codes, const GroupScales& scales, float zero, uint8_t* tile) {
+static inline __m512 spread(__m512 v, bool upper) {  // lanes 0..7 (or 8..15), each twice
+  const __m512i low = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+  return _mm512_permutexvar_ps(upper ? _mm512_add_epi32(low, _mm512_set1_epi32(8)) : low, v);
+}
+
+static inline void tile_of_4_bits(const uint8_t* codes, const GroupScales& scales, bool halves, float zero, uint8_t* tile) {
   const __m512 counting = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   const __m512 table = _mm512_sub_ps(counting, _mm512_set1_ps(zero));
   const __m512 minimum = (__m512)scales.minimum;
   const __m512 min_a = spread(minimum, false), min_b = spread(minimum, true);
-#pragma GCC unroll 4
+  __m512 scale_a = spread((__m512)scales.first, false), scale_b = spread((__m512)scales.first, true);
   for (int z = 0; z < 4; ++z) {
-    const __m512 scale = (__m512)(z < 2 ? scales.first : scales.second);
-    const __m512 scale_a = spread(scale, false), scale_b = spread(scale, true);
+    if (halves && z == 2) scale_a = spread((__m512)scales.second, false), scale_b = spread((__m512)scales.second, true);
     const __m512i a = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(codes + 64 * z)));
     const __m512i b = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(codes + 64 * z + 32)));
 #pragma GCC unroll 4
@@ -61,10 +65,20 @@ static inline void tile_of_4_bits(const uint8_t* codes, const GroupScales& scale
   }
 }
 
+static inline void tile_of_8_bits(const uint8_t* codes, f16v scale, uint8_t* tile) {
+  const __m512 scale_a = spread((__m512)scale, false), scale_b = spread((__m512)scale, true);
+  for (int r = 0; r < 16; ++r) {
+    const __m512 a = (__m512)from_int8(codes + 32 * r), b = (__m512)from_int8(codes + 32 * r + 16);
+    _mm512_store_si512(tile + 64 * r, (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(b, scale_b), _mm512_mul_ps(a, scale_a)));
+  }
+}
+
 // One group of a panel -> a tile [16 pairs][16 rows][2] bfloat16, 1024 bytes.
-static inline void group_tile_wide(const Weight& w, const uint8_t* panel, int group, uint8_t* tile) {
-  const GroupScales scales = group_scales(w, panel, group);
-  const uint8_t* codes = panel + static_cast<int64_t>(group) * code_bytes(w.format);
-  if (has_6_bits(w.format)) return tile_of_6_bits(codes, scales, w.zero, tile);
-  tile_of_4_bits(codes, scales, w.zero, tile);
+template <int kFormat>
+static inline void group_tile(const Weight& w, const uint8_t* panel, int group, uint8_t* tile) {
+  const GroupScales scales = group_scales(w, kFormat, panel, group);
+  const uint8_t* codes = panel + group * code_bytes(kFormat);
+  if (has_6_bits(kFormat)) return tile_of_6_bits(codes, scales, w.zero, tile);
+  if (kFormat == kInt8) return tile_of_8_bits(codes, scales.first, tile);
+  tile_of_4_bits(codes, scales, has_k_scales(kFormat) && w.halves, w.zero, tile);
 }
