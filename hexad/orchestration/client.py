@@ -1,6 +1,6 @@
 """A front end's connection to the engine process: submit requests, read their streams, abort them, know when the engine dies.
 
-One reader task serves all streams; a token costs a dictionary look-up and a deque append.
+One callback serves all streams; a token costs a dictionary look-up and a deque append.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hexad.common.config import HexadConfig
 from hexad.common.errors import EngineDeadError, HexadError, StartupError
 from hexad.common.wire import Codec
 from hexad.orchestration.messages import PROTOCOL_VERSION, Abort, Call, CallResult, Hello, Outputs, Submit, ToClient, ToCore, Welcome
+from hexad.orchestration.news_line import LineReader, connect_line
 from hexad.orchestration.spawn import DEFAULT_COMMAND, EngineProcess, Progress
 from hexad.orchestration.stream import RequestStream
 
@@ -45,7 +46,8 @@ class EngineClient:
         self.process: EngineProcess | None = None
         self._context = zmq.asyncio.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, os.urandom(16))
+        self._identity = os.urandom(16)
+        self._socket.setsockopt(zmq.IDENTITY, self._identity)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -66,6 +68,7 @@ class EngineClient:
         self._num_frames = 0
         self._disconnected = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._line: LineReader | None = None  # where the news of each step comes in
 
     @classmethod
     async def start(
@@ -120,6 +123,9 @@ class EngineClient:
         return client
 
     async def _shake_hands(self, config_hash: str | None, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
+        line = connect_line(self.address, self._identity)
+        if line is not None:
+            self._line = LineReader(line, self._hear)
         self._send(Hello(protocol=PROTOCOL_VERSION))
         try:
             frame = await asyncio.wait_for(self._socket.recv(), timeout_s)
@@ -206,6 +212,8 @@ class EngineClient:
             for task in self._tasks:
                 with contextlib.suppress(asyncio.CancelledError, zmq.ZMQError):
                     await task
+            if self._line is not None:
+                self._line.close()
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close()
@@ -231,13 +239,15 @@ class EngineClient:
 
     async def _read(self) -> None:
         while True:
-            frame = await self._socket.recv()
-            self._heard_at = time.monotonic()
-            self._num_frames += 1
-            try:
-                self._handle(self._codec_in.decode(frame))
-            except Exception:  # a reader that dies would hang every stream
-                log.exception("a message from the engine could not be handled")
+            self._hear(await self._socket.recv())
+
+    def _hear(self, frame: bytes | memoryview) -> None:
+        self._heard_at = time.monotonic()
+        self._num_frames += 1
+        try:
+            self._handle(self._codec_in.decode(frame))
+        except Exception:  # a reader that dies would hang every stream
+            log.exception("a message from the engine could not be handled")
 
     def _handle(self, message: ToClient) -> None:
         if isinstance(message, Outputs):

@@ -1,8 +1,8 @@
 """What crosses the socket between front ends (client) and the engine process (core loop): msgpack of these structs, never pickle.
 
 Transport: the core binds a ZeroMQ ROUTER, each front end connects a DEALER; a frame is one encoded message. The identity frame is
-the front end's address: answers go where the request came from. Every accepted `Submit` gets exactly one terminal `Output` for each of
-its choices (finish_reason set, or error set).
+the front end's address: answers go where the request came from. `Outputs` take the front end's `news_line`, if it has one. Every accepted
+`Submit` gets exactly one terminal `Output` for each of its choices (finish_reason set, or error set).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class CallResult(msgspec.Struct, frozen=True, tag="call_result"):
     error: str | None = None
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True):
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """News of one choice: ids since the last one, and at the end how it ended."""
 
     request_id: str

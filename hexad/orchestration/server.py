@@ -1,4 +1,5 @@
-"""The core loop behind a ZeroMQ ROUTER: one thread that takes in frames, turns the loop, and sends each front end its news of the step.
+"""The core loop behind a ZeroMQ ROUTER: one thread that takes in frames, turns the loop, and sends each front end its news of the step
+(over its `news_line`, where it has one).
 
 One thread, because decoding a step's frames and encoding its news costs less than handing the interpreter lock to a second one
 (measure: `python -m hexad.bench.core_loop`).
@@ -29,6 +30,7 @@ from hexad.orchestration.messages import (
     ToCore,
     Welcome,
 )
+from hexad.orchestration.news_line import Line, LineListener
 
 log = logging.getLogger("hexad.engine")
 
@@ -58,6 +60,8 @@ class EngineServer:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.bind(address)
+        self._listener = LineListener(address)
+        self._lagging: set[bytes] = set()  # front ends whose line is full
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         if stop_fd is not None:
@@ -71,6 +75,8 @@ class EngineServer:
             if not self._core.has_work():
                 self._poller.poll(int(HEARTBEAT_S * 1000))
             self._receive()
+            if self._lagging:
+                self._catch_up()
             if self._core.has_work():
                 self._send_news(self._core.step(STEP_WAIT_S))
             if self._core.death is not None:
@@ -78,7 +84,8 @@ class EngineServer:
         return True
 
     def close(self) -> None:
-        """Send what is queued (up to the linger time) and release the socket."""
+        """Send what is queued (up to the linger time) and release the sockets."""
+        self._listener.close()
         self._socket.close()
         self._context.term()
 
@@ -120,6 +127,7 @@ class EngineServer:
         if hello.protocol != PROTOCOL_VERSION:  # the answer names our version: the front end refuses by itself
             log.warning("front end %s speaks protocol %d, this engine %d", front_end.hex(), hello.protocol, PROTOCOL_VERSION)
         else:
+            self._listener.accept()
             self._front_ends.add(front_end)
         self._send(front_end, self._welcome)
 
@@ -154,6 +162,8 @@ class EngineServer:
 
     def _send(self, front_end: bytes, message: ToClient) -> bool:
         """False when the front end's queue is full. One that is gone is forgotten, with all its requests."""
+        if isinstance(message, Outputs) and (line := self._listener.lines.get(front_end)) is not None:
+            return self._tell(front_end, line, self._codec_out.encode(message))
         try:
             self._socket.send_multipart((front_end, self._codec_out.encode(message)), zmq.NOBLOCK)
         except zmq.Again:
@@ -164,6 +174,35 @@ class EngineServer:
             self._forget(front_end, "is gone")
         return True
 
+    def _tell(self, front_end: bytes, line: Line, message: bytes) -> bool:
+        """`_send` over a line."""
+        try:
+            taken = line.send(message, SEND_QUEUE_FRAMES)
+        except OSError:
+            self._forget(front_end, "is gone")
+            return True
+        if line.lags and front_end not in self._lagging:
+            self._lagging.add(front_end)
+            self._poller.register(line.sock.fileno(), zmq.POLLOUT)
+        return taken
+
+    def _catch_up(self) -> None:
+        """Send what could not be sent before."""
+        for front_end in tuple(self._lagging):
+            line = self._listener.lines[front_end]
+            try:
+                line.flush()
+            except OSError:
+                self._forget(front_end, "is gone")
+                continue
+            if not line.lags:
+                self._no_longer_lags(front_end)
+
+    def _no_longer_lags(self, front_end: bytes) -> None:
+        if front_end in self._lagging:
+            self._lagging.remove(front_end)
+            self._poller.unregister(self._listener.lines[front_end].sock.fileno())
+
     def _fell_behind(self, front_end: bytes, outputs: list[Output]) -> None:
         """Give up its requests, but keep the news, so that each stream still gets its one end when the front end wakes."""
         kept = self._undelivered[front_end] = list(outputs)
@@ -173,6 +212,8 @@ class EngineServer:
     def _forget(self, front_end: bytes, why: str) -> None:
         self._front_ends.discard(front_end)
         self._undelivered.pop(front_end, None)
+        self._no_longer_lags(front_end)
+        self._listener.drop(front_end)
         aborted = self._core.live_requests(front_end)
         self._core.abort_front_end(front_end)
         log.info("front end %s %s; %d of its requests are aborted", front_end.hex()[:8], why, aborted)
