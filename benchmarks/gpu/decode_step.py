@@ -10,11 +10,10 @@ from jobs_linear import OPS, choices
 from timing import capture, median_us
 from torch.profiler import ProfilerActivity, profile
 
-from hexad.operators.args import AttentionArgs, NormArgs, RopeKVArgs
+from hexad.operators.args import AttentionArgs, BestTokenArgs, NormArgs, RopeKVArgs
 from hexad.operators.batch import AttentionBatch, KVPages
 from hexad.operators.fused import FusedLinearArgs
 from hexad.operators.load import load_operators
-from hexad.operators.triton.argmax import Argmax
 from hexad.operators.triton.tuning import Choice, bucket
 
 SHAPES = {
@@ -57,7 +56,7 @@ class Step:
             self.products[label] = bind(OPS[label], args.linear if OPS[label] == "linear" else args)
         self.rope = bind("rope_kv_write", RopeKVArgs(heads, kv_heads, dim, dim, False, False, 0.0, dtype, dtype, "cuda"))
         self.attention = bind("paged_attention", AttentionArgs(heads, kv_heads, dim, dim**-0.5, None, None, block, dtype, dtype, "cuda"))
-        self.argmax = Argmax(vocab)
+        self.best_token = bind("best_token", BestTokenArgs(vocab, dtype, "cuda"))
         per_row = -(-(context + 1) // block)
         blocks = batch * per_row
         self.pages = [
@@ -84,7 +83,7 @@ class Step:
             h = product["o"](self.attention(q, kv, batch), h, weights[1])
             h = product["down"](product["gate_up"](self.norm(h, self.gain), weights[2]), h, weights[3])
         x = self.norm(h, self.gain)
-        self.tokens.copy_(self.argmax(product["head"](x, self.head)))
+        self.tokens.copy_(self.best_token(product["head"](x, self.head))[0])
         return x
 
     def graph_us(self) -> float:

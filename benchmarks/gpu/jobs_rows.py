@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from timing import Job, Made, relative_error
 
-from hexad.operators.args import ActArgs, NormArgs, RopeKVArgs
+from hexad.operators.args import ActArgs, BestTokenArgs, NormArgs, RopeKVArgs
 from hexad.operators.batch import KVPages
-from hexad.operators.triton.argmax import Argmax
+from hexad.operators.triton.argmax import bind_best_token
 from hexad.operators.triton.rope_kv import bind_rope_kv_write
 from hexad.operators.triton.rows import bind_add_rms_norm, bind_gated_act, bind_rms_norm
 
@@ -78,10 +78,10 @@ def rope_job(rows: int) -> Job:
 def argmax_job(rows: int, own: bool) -> Job:
     def make(copies: int) -> Made:
         xs = [torch.randn(rows, VOCAB, device="cuda") for _ in range(copies)]
-        best = Argmax(VOCAB)
+        best = bind_best_token(BestTokenArgs(VOCAB, torch.float32, "cuda"))
         if not own:
             return [lambda x=x: x.argmax(-1) for x in xs], lambda: 0.0
-        return [lambda x=x: best(x) for x in xs], lambda: float((best(xs[0]) != xs[0].argmax(-1)).sum())
+        return [lambda x=x: best(x) for x in xs], lambda: float((best(xs[0])[0] != xs[0].argmax(-1)).sum())
 
     moved = 4.0 * rows * VOCAB
     return Job("rows", f"argmax {'own' if own else 'torch'} {rows}x{VOCAB}", make, bytes_moved=moved, buffer_bytes=moved)

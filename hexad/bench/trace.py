@@ -95,6 +95,7 @@ def trace_decode(face: Any, batch: int, prompt: int, steps: int, file: Path | No
     from torch.profiler import ProfilerActivity, profile
 
     run = stream_window if mixed else decode_window
+    run(face, batch, prompt, steps, lambda: None, torch.cuda.synchronize)  # captures what the others replay
     plain = run(face, batch, prompt, steps, lambda: None, torch.cuda.synchronize)
     with profile(activities=[ProfilerActivity.CUDA]):  # the first one takes seconds to start
         torch.cuda.synchronize()

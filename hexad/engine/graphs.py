@@ -4,9 +4,6 @@ A graph is captured for a shape (rows, tokens, table width, what it ends with) t
 few sizes, so that a running server needs a handful. Capturing takes one eager run and one capture, tens of milliseconds; nothing is
 compiled. Longer prompts are launched kernel by kernel: the card then takes longer than the host.
 
-Steps that mix decode rows and prompts are captured only up to the number of tokens in HEXAD_MIXED_GRAPHS (absent: none), since every size
-of either part asks for a graph. Their padding decode rows come first, so that the rows of the step stay together.
-
 A captured step gathers its input ids from the token table, runs the network and the head, and either takes the arg max and stores it in
 the token table (greedy rows without edits: the whole step is one graph) or leaves the logits for the sampler. Its inputs arrive in one
 copy from pinned memory. Padding tokens write no KV, and the draw of a padding row goes to a spare cell of the table.
@@ -18,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,41 +91,22 @@ class Shape:
     rows: int
     tokens: int
     width: int  # columns of the block tables
-    decodes: int  # leading rows with one token
+    decode: bool  # one token a row
     greedy: bool  # ends with the drawn tokens, else with logits
     shared: tuple[bool, ...] = ()  # per group: the rows share a prefix
 
-    @property
-    def decode(self) -> bool:
-        """All rows have one token."""
-        return self.decodes == self.rows
 
-    @property
-    def mixed(self) -> bool:
-        return 0 < self.decodes < self.rows
-
-
-def mixed_limit() -> int:
-    """Tokens up to which mixed steps are captured."""
-    return int(os.environ.get("HEXAD_MIXED_GRAPHS", "0"))
-
-
-def shape_of(host: HostStep, max_blocks: int, *, greedy: bool, max_mixed_tokens: int = 0) -> Shape | None:
-    """The shape that serves a step, or None: a long one, a mixed one beyond `max_mixed_tokens`, or one with rows that do not draw."""
+def shape_of(host: HostStep, max_blocks: int, *, greedy: bool) -> Shape | None:
+    """The shape that serves a step, or None: a long or mixed one, or one with rows that do not draw."""
     count, tokens = len(host.rows), len(host.positions)
     if not count or len(host.sampled) != count or host.scored:
         return None
     width = width_bucket(host.block_tables[0].shape[1], max_blocks)
     if host.max_query_len == 1 and count <= MAX_DECODE_ROWS:
         rows = row_bucket(count)
-        return Shape(rows, rows, width, rows, greedy, tuple(length > 0 for length in host.shared_lens))
-    prompts, none_shared = count - host.num_decodes, (False,) * len(host.shared_lens)
+        return Shape(rows, rows, width, True, greedy, tuple(length > 0 for length in host.shared_lens))
     if host.num_decodes == 0 and count <= MAX_PROMPT_ROWS and tokens <= MAX_PROMPT_TOKENS:
-        return Shape(row_bucket(count), token_bucket(tokens), width, 0, greedy, none_shared)
-    if 0 < host.num_decodes <= MAX_DECODE_ROWS and prompts <= MAX_PROMPT_ROWS and tokens <= max_mixed_tokens:
-        decodes = row_bucket(host.num_decodes)
-        in_prompts = token_bucket(tokens - host.num_decodes)
-        return Shape(decodes + row_bucket(prompts), decodes + in_prompts, width, decodes, greedy, none_shared)
+        return Shape(row_bucket(count), token_bucket(tokens), width, False, greedy, (False,) * len(host.shared_lens))
     return None
 
 
@@ -146,47 +123,39 @@ class _Inputs:
         self._next = 0
         self._spare = frame.tokens.numel() - 1
         self._table_width = frame.table_width
-        self._shape = shape
         longs, ints = self._device[: wide * 8].view(torch.int64), self._device[wide * 8 :].view(torch.int32)
         self.on_device = _Views.of(longs, ints, shape, groups)
-        self._fill_padding(self._staging[0][1], self.before(0), 0, 0)
+        self._fill_padding(self._staging[0][1], 0, 0)
         self._send()
-
-    def before(self, decodes: int) -> int:
-        """Padding rows (of one token each) in front of a step with `decodes` decode rows."""
-        return self._shape.decodes - decodes if self._shape.mixed else 0
 
     def fill(self, host: HostStep) -> None:
         """The rows of a step, then padding."""
-        low = self.before(host.num_decodes)
-        past, past_tokens = low + len(host.rows), low + len(host.positions)
+        count, tokens = len(host.rows), len(host.positions)
         views = self._staging[self._next][1]
-        views.positions[low:past_tokens] = host.positions
-        views.token_index[low:past_tokens] = host.token_index
-        views.last_token[low:past] = host.last_token + low
-        views.drawn_index[low:past] = host.slots * self._table_width + host.starts + host.counts
-        views.seq_lens[low:past] = host.seq_lens
-        views.query_start[low : past + 1] = host.query_start + low
+        views.positions[:tokens] = host.positions
+        views.token_index[:tokens] = host.token_index
+        views.last_token[:count] = host.last_token
+        views.drawn_index[:count] = host.slots * self._table_width + host.starts + host.counts
+        views.seq_lens[:count] = host.seq_lens
+        views.query_start[: count + 1] = host.query_start
         views.shared_lens[:] = host.shared_lens
         for group, (slots, table) in enumerate(zip(host.kv_slots, host.block_tables, strict=True)):
-            views.slots[group, low:past_tokens] = slots
-            views.tables[group, low:past, : table.shape[1]] = table
-        self._fill_padding(views, low, past, past_tokens)
+            views.slots[group, :tokens] = slots
+            views.tables[group, :count, : table.shape[1]] = table
+        self._fill_padding(views, count, tokens)
         self._send()
 
-    def _fill_padding(self, views: _Views, low: int, past: int, past_tokens: int) -> None:
-        """Padding tokens write nowhere; padding rows after a step have no tokens, or in a decode step one each, as those before it."""
-        padding = np.r_[:low, past_tokens : len(views.positions)]
-        views.positions[padding] = 0
-        views.token_index[padding] = 0
-        views.slots[:, padding] = -1
-        rows = np.r_[:low, past : len(views.seq_lens)]
-        views.last_token[rows] = 0
-        views.drawn_index[rows] = self._spare
-        views.seq_lens[rows] = 0
-        views.query_start[:low] = np.arange(low)
-        after = np.arange(len(views.query_start) - past)
-        views.query_start[past:] = max(past_tokens, low) + (after if self._shape.decode else 0)
+    def _fill_padding(self, views: _Views, count: int, tokens: int) -> None:
+        """Padding tokens write nowhere; padding rows have no tokens, or in a decode step one padding token each."""
+        views.positions[tokens:] = 0
+        views.token_index[tokens:] = 0
+        views.slots[:, tokens:] = -1
+        views.last_token[count:] = 0
+        views.drawn_index[count:] = self._spare
+        views.seq_lens[count:] = 0
+        padding_rows = len(views.query_start) - 1 - count
+        one_each = len(views.positions) == len(views.seq_lens)
+        views.query_start[count:] = tokens + (np.arange(padding_rows + 1) if one_each else 0)
 
     def _send(self) -> None:
         self._device.copy_(self._staging[self._next][0], non_blocking=True)
@@ -260,10 +229,10 @@ class _Captured:
                 seq_lens=views.seq_lens,
                 block_table=views.tables[group],
                 slots=views.slots[group],
-                max_query_len=1 if shape.decode else shape.tokens - shape.decodes,
+                max_query_len=1 if shape.decode else shape.tokens,
                 max_seq_len=frame.max_model_len,
                 block_size=frame.block_size,
-                num_decodes=shape.decodes,
+                num_decodes=shape.rows if shape.decode else 0,
                 shared_len=views.shared_lens[group : group + 1] if shape.shared[group] else None,
             )
             for group in range(frame.groups)
@@ -279,18 +248,17 @@ class _Captured:
         if self.logits is not None:
             frame.model.logits(hidden, out=self.logits)
             return None
-        sampled = frame.sampler.take_best(frame.model.logits(hidden))
+        sampled = frame.sampler.take_best(frame.model.scores(hidden))
         frame.tokens.index_copy_(0, views.drawn_index, sampled.token_ids)
         return sampled
 
     def run(self, host: HostStep) -> Decoded:
         self.inputs.fill(host)
         self.replay()
-        low, views = self.inputs.before(host.num_decodes), self.inputs.on_device
-        past = low + len(host.rows)
-        sampled = None if self.sampled is None else self.sampled.part(low, past)
-        logits = views.seq_lens[:0] if self.logits is None else self.logits[low:past]
-        return Decoded(sampled, logits, views.drawn_index[low:past])
+        count, views = len(host.rows), self.inputs.on_device
+        sampled = None if self.sampled is None else self.sampled.first(count)
+        logits = views.seq_lens[:0] if self.logits is None else self.logits[:count]
+        return Decoded(sampled, logits, views.drawn_index[:count])
 
 
 class StepGraphs:
@@ -301,12 +269,11 @@ class StepGraphs:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._captured: dict[Shape, _Captured] = {}
-        self._max_mixed_tokens = mixed_limit()
         self._logits: torch.Tensor | None = None
 
     def run(self, host: HostStep, *, greedy: bool) -> Decoded | None:
         """Compute a step; None if no graph serves it. `greedy`: every row takes its best token (see `Sampler.is_plain`)."""
-        shape = shape_of(host, self._frame.max_blocks, greedy=greedy, max_mixed_tokens=self._max_mixed_tokens)
+        shape = shape_of(host, self._frame.max_blocks, greedy=greedy)
         if shape is None:
             return None
         captured = self._captured.get(shape)

@@ -12,7 +12,7 @@ Calls come in two orders that must not be mixed up:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -68,22 +68,24 @@ class Runner:
         max_model_len: int,
         vocab_size: int,
         use_graphs: bool = False,
+        operators: Mapping[str, str] | None = None,
     ) -> None:
         """`vocab_size`: ids that may be drawn (the tokenizer's; the model's rows beyond are padding). `use_graphs`: replay decode steps
-        as CUDA graphs."""
+        as CUDA graphs. `operators`: forced providers."""
         self.model = model
         self.device = device
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.use_graphs = use_graphs
+        self._operators = operators
         self.sampler: Sampler
         self.state: BatchState
         self.kv: KVStorage
 
     def allocate(self, layout: KVLayout, kv_dtype: torch.dtype) -> None:
         """Make the KV pool and everything that is as large as the batch. Called again, it forgets every request."""
-        self.sampler = Sampler(self.vocab_size, self.model.spec.vocab_size, self.max_num_seqs, self.device)
+        self.sampler = Sampler(self.vocab_size, self.model.spec.vocab_size, self.max_num_seqs, self.device, self._operators)
         self.kv = KVStorage(layout, self.model.spec, kv_dtype, self.device)
         self.state = BatchState(self.max_num_seqs, self.max_model_len, layout.block_size, len(layout.groups))
         width = self.state.table_width

@@ -19,7 +19,9 @@ from hexad.models.formats.dummy import DummyHandle, dummy_handles
 from hexad.models.inputs import ForwardInputs
 from hexad.models.loader import WeightStore
 from hexad.models.spec import ModelSpec
+from hexad.operators.args import BestTokenArgs
 from hexad.operators.batch import AttentionBatch
+from hexad.operators.registry import registry
 
 META = torch.device("meta")
 
@@ -72,14 +74,15 @@ def run_steps(config: HexadConfig, spec: ModelSpec, files: Path) -> None:
     kv = KVStorage(KVLayout(num_blocks=blocks, block_size=settings.block_size, groups=kv_groups(spec)), spec, settings.kv_dtype, META)
     with torch.inference_mode():
         for shape in step_shapes(settings.max_num_seqs, settings.max_batched_tokens):
-            _run(model, kv, shape, settings.block_size, settings.max_model_len)
+            _run(model, kv, shape, settings)
 
 
 def _unwritten(handle: DummyHandle) -> DummyHandle:
     return _Unwritten(handle.name, handle.format, handle.full_shape)
 
 
-def _run(model: Model, kv: KVStorage, shape: StepShape, block_size: int, max_model_len: int) -> None:
+def _run(model: Model, kv: KVStorage, shape: StepShape, settings: LocalExecutor) -> None:
+    block_size, max_model_len = settings.block_size, settings.max_model_len
     tokens, rows = shape.decodes + shape.prompt, shape.decodes + (shape.prompt > 0)
     longs = torch.empty(tokens, dtype=torch.int64, device=META)
     batch = AttentionBatch(
@@ -95,4 +98,6 @@ def _run(model: Model, kv: KVStorage, shape: StepShape, block_size: int, max_mod
     )
     groups = len(model.spec.kv_layer_groups)
     hidden = model.forward(ForwardInputs(longs, longs, (batch,) * groups), kv.layers)
-    model.logits(hidden[:rows])
+    scores = model.scores(hidden[:rows])
+    best = BestTokenArgs(settings.vocab_size, scores.dtype, META.type)
+    registry.bind("best_token", best, settings.config.device.operators).call(scores)

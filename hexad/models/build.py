@@ -38,6 +38,10 @@ class Model(Protocol):
         """hidden [R, H] -> [R, vocab] float32, in `out` if it is given."""
         ...
 
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] -> [R, vocab] of any dtype, with the same best tokens as the logits: all that a greedy choice needs."""
+        ...
+
 
 def build_model(
     spec: ModelSpec,

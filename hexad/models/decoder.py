@@ -100,6 +100,11 @@ class DecoderModel:
         softcap = self.spec.final_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] -> [R, vocab] of any dtype, with the same best tokens as the logits (a cap may make several equal)."""
+        scores: torch.Tensor = self._head(hidden) if self.spec.final_softcap is None else self.logits(hidden)
+        return scores
+
 
 def _positions_tables(context: BuildContext, max_len: int) -> dict[str, torch.Tensor]:
     """The rotary table of each kind of layer; kinds with one rule share theirs."""

@@ -74,6 +74,15 @@ class LinearArgs:
 
 
 @dataclass(frozen=True)
+class BestTokenArgs:
+    """`best_token`: the largest logit of each row."""
+
+    vocab_size: int  # columns beyond are padding
+    dtype: torch.dtype  # of the logits
+    device_type: str
+
+
+@dataclass(frozen=True)
 class EmbeddingArgs:
     """`embedding`: rows of a table."""
 

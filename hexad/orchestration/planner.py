@@ -276,10 +276,9 @@ class Planner:
         if end >= len(request.ids):
             return False
         for other in self._filling:
-            computed = other.num_done < end <= min(other.prompt_len, other.cache_limit_blocks * size)
-            if computed and other.namespace == request.namespace and other.ids[first:end] == request.ids[first:end]:
-                if other.ids[:first] == request.ids[:first]:
-                    return True
+            comes = other.num_done < end <= min(other.prompt_len, other.cache_limit_blocks * size) and other.namespace == request.namespace
+            if comes and other.ids[first:end] == request.ids[first:end] and other.ids[:first] == request.ids[:first]:
+                return True
         return False
 
     def _still_blocked(self, request: Request) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from engine_driver import EngineDriver, fresh_seed, generate, make_executor, save_random
+from engine_driver import fresh_seed, generate, make_executor, save_random
 
 from hexad.common.params import SamplingParams
 from hexad.engine import runner as runner_module
@@ -63,34 +63,12 @@ def test_padded_steps_give_the_same_tokens(executor, params, monkeypatch):
     assert {shape.greedy for shape in shapes} == {params["temperature"] == 0}
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 0.8, "seed": 5, "presence_penalty": 0.4}])
-def test_mixed_steps_give_the_same_tokens(executor, params, monkeypatch):
-    """Prompts that join running rows: padding rows come first, prompts start after the bucket of decode rows."""
-    rng = random.Random(fresh_seed())
-    prompts = [[rng.randrange(130) for _ in range(rng.randint(2, 60))] for _ in range(13)]
-    wanted = SamplingParams(max_tokens=12, logprobs=None, **params)
-    plain = [result.tokens for result in generate(executor, prompts, wanted)]
-    monkeypatch.setenv("HEXAD_MIXED_GRAPHS", "150")
-    monkeypatch.setattr(runner_module, "StepGraphs", UncapturedGraphs)
-    monkeypatch.setattr(executor.runner, "use_graphs", True)
-    UncapturedGraphs.seen.clear()
-    driver = EngineDriver(executor)
-    for prompt in prompts:
-        driver.submit(prompt, wanted)
-        for _ in range(rng.randint(1, 2)):
-            driver.step()
-    assert [result.tokens for result in driver.run()] == plain
-    mixed = [shape for shape in UncapturedGraphs.seen if shape.mixed]
-    assert mixed and all(shape.tokens > shape.rows > shape.decodes for shape in mixed)
-    assert {shape.decodes for shape in mixed} & {4, 8}
-
-
 def test_long_steps_and_steps_without_draws_are_not_captured(executor, monkeypatch):
     seen = []
     original = shape_of
 
-    def spy(host, max_blocks, *, greedy, max_mixed_tokens):
-        shape = original(host, max_blocks, greedy=greedy, max_mixed_tokens=max_mixed_tokens)
+    def spy(host, max_blocks, *, greedy):
+        shape = original(host, max_blocks, greedy=greedy)
         seen.append((len(host.sampled) == len(host.rows), shape))
         return shape
 

@@ -62,13 +62,6 @@ def test_float32_chunked_and_synchronous(checkpoint):
     assert got == expected
 
 
-def test_float32_with_mixed_steps_in_graphs(checkpoint, monkeypatch):
-    """Prompts that join running rows, in graphs of both."""
-    folder, prompts, expected = checkpoint
-    monkeypatch.setenv("HEXAD_MIXED_GRAPHS", "512")
-    assert generate(folder, prompts, dtype="float32", max_num_batched_tokens=256, enable_prefix_caching=False) == expected
-
-
 def test_one_by_one_equals_the_batch(checkpoint):
     folder, prompts, expected = checkpoint
     with LLM(folder, **OPTIONS, dtype="float32") as llm:

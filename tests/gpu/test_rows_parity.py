@@ -6,8 +6,9 @@ import pytest
 import torch
 from reference import DEVICE, DTYPES, INTERPRETED, assert_close, fresh_seed, needs_kernels
 
-from hexad.operators.args import ActArgs, LinearArgs, NormArgs, RopeKVArgs
+from hexad.operators.args import ActArgs, BestTokenArgs, LinearArgs, NormArgs, RopeKVArgs
 from hexad.operators.batch import KVPages
+from hexad.operators.best_token import best_token_reference
 from hexad.operators.fused import FusedLinearArgs
 from hexad.operators.load import load_operators
 
@@ -194,16 +195,22 @@ def test_warp_products(rows, block_n, step, warps):
         assert_close(Product(gated, "gated_linear", choice).few(x, (weight, given), None), expected, dtype, slack=2.0)
 
 
-def test_argmax_prefers_the_lowest_id():
-    from hexad.operators.triton.argmax import Argmax
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_best_token_prefers_the_lowest_id(dtype):
+    from hexad.operators.triton.argmax import bind_best_token
 
     fresh_seed()
     vocab = random.randrange(9000, 12000)
-    logits = draw(4, vocab, dtype=torch.float32)
+    wide = draw(7, vocab + 40, dtype=dtype)
+    wide[:, vocab:] = 100.0  # padding is never drawn
     ids = [0, vocab - 1, 4097, random.randrange(vocab - 1)]
     for row, index in enumerate(ids):
-        logits[row, index] = 50.0
-        logits[row, vocab - 1] = 50.0
-    assert Argmax(vocab)(logits).tolist() == ids
-    logits[1, 5000] = float("nan")
-    assert Argmax(vocab)(logits)[1] == 5000
+        wide[row, index] = wide[row, vocab - 1] = 50.0
+    best_token = bind_best_token(BestTokenArgs(vocab, dtype, DEVICE))
+    token_ids, codes = best_token(wide)
+    assert token_ids[:4].tolist() == ids and not codes.any()
+    expected, _ = best_token_reference(BestTokenArgs(vocab, dtype, DEVICE))(wide[4:])
+    assert torch.equal(token_ids[4:], expected)
+    wide[1, 5000], wide[2, 17], wide[3, :vocab] = float("nan"), float("inf"), float("-inf")
+    token_ids, codes = best_token(wide)
+    assert token_ids[1] == 5000 and codes.tolist() == [0, 1, 1, 1, 0, 0, 0] and 0 <= int(token_ids[3]) < vocab

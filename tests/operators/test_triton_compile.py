@@ -169,4 +169,4 @@ def test_older_products_run_on_a_newer_card(choice):
 
 def test_argmax():
     compiled(Launcher(argmax.block_max_kernel, {"BLOCK": 4096, "PDL": False}), ["*bf16", "*fp32", "*i32", "i32", "i32"], 90)
-    compiled(Launcher(argmax.row_max_kernel, {"PARTS": 32, "PDL": False}), ["*fp32", "*i32", "*i64", "i32"], 90)
+    compiled(Launcher(argmax.row_max_kernel, {"PARTS": 32, "PDL": False}), ["*fp32", "*i32", "*i64", "*u8", "i32"], 90)

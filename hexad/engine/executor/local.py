@@ -100,6 +100,7 @@ class LocalExecutor:
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             use_graphs=self.device.type == "cuda" and not self.config.device.enforce_eager,
+            operators=self.config.device.operators,
         )
         self._weight_bytes = model.weight_bytes
         return LoadReport(

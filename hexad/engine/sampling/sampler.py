@@ -9,7 +9,7 @@ A row's result depends on its own logits, options, history and randomness key on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,9 @@ from hexad.engine.sampling.edits import Edit, History, apply_masks, make_edits
 from hexad.engine.sampling.filters import DrawGroup, make_groups
 from hexad.engine.sampling.logprobs import LogprobTensors, gather_in_blocks, to_token_logprobs
 from hexad.engine.sampling.slots import SlotState, make_state
+from hexad.operators.args import BestTokenArgs
+from hexad.operators.load import load_operators
+from hexad.operators.registry import Kernel
 
 _KEPT_BATCHES = 8  # compositions remembered: mixed steps alternate between a few
 _GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}  # logits of random rows handled at a time: cache on a CPU, memory on a GPU
@@ -50,10 +53,10 @@ class Sampled:
         """[R] bool: NaN, or no finite logit; that request alone must fail."""
         return self.codes != 0
 
-    def part(self, low: int, high: int) -> Sampled:
-        """Rows `low` to `high` of a result without log-probabilities."""
+    def first(self, rows: int) -> Sampled:
+        """The first `rows` of a result without log-probabilities."""
         assert self.logprobs is None
-        return Sampled(self.token_ids[low:high], self.codes[low:high], None, (), ())
+        return Sampled(self.token_ids[:rows], self.codes[:rows], None, (), ())
 
     def to_cpu(self) -> Sampled:
         """Start the copy to the host. From CUDA it is asynchronous: wait for an event recorded after this call before reading."""
@@ -94,13 +97,23 @@ class _Batch:
 class Sampler:
     """Draws tokens for the requests in its slots. `add` and `remove` follow the plans; one thread."""
 
-    def __init__(self, vocab_size: int, padded_vocab: int, max_num_seqs: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        padded_vocab: int,
+        max_num_seqs: int,
+        device: torch.device | str,
+        operators: Mapping[str, str] | None = None,
+    ) -> None:
+        """`operators`: forced providers."""
         assert 0 < vocab_size <= padded_vocab
         self.vocab_size = vocab_size  # ids that the tokenizer knows; columns beyond are never drawn, ranked or listed
         self.padded_vocab = padded_vocab
         self.device = torch.device(device)
         self._states: list[SlotState | None] = [None] * max_num_seqs
         self._batches: dict[tuple[tuple[int, ...], tuple[int, ...]], _Batch] = {}
+        self._operators = operators
+        self._best_token: dict[torch.dtype, Kernel] = {}
         self._group_rows = max(1, _GROUP_ELEMENTS.get(self.device.type, 2**22) // vocab_size)
 
     def add(self, slot: int, request: NewRequest) -> None:
@@ -154,9 +167,12 @@ class Sampler:
         return self._batch(tuple(slots), masks).is_plain
 
     def take_best(self, logits: Tensor) -> Sampled:
-        """The best token of each row of `logits`. Reads nothing but its argument, so that it can be captured in a graph."""
-        best, token_ids = logits[:, : self.vocab_size].to(torch.float32).max(dim=-1)
-        return Sampled(token_ids, _codes(best), None, (), ())
+        """The best token of each row of `logits`, of any dtype. Reads nothing but its argument, so that it can be captured in a graph."""
+        if logits.dtype not in self._best_token:
+            args = BestTokenArgs(self.vocab_size, logits.dtype, self.device.type)
+            self._best_token[logits.dtype] = load_operators().bind("best_token", args, self._operators).call
+        token_ids, codes = self._best_token[logits.dtype](logits)
+        return Sampled(token_ids, codes, None, (), ())
 
     def probabilities(
         self,

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from hexad.operators.args import BestTokenArgs
+from hexad.operators.registry import Kernel
 from hexad.operators.triton.launch import Launcher, pow2, target
 
 BLOCK = 4096
@@ -31,8 +33,8 @@ def block_max_kernel(logits_ptr, value_ptr, index_ptr, row_stride, vocab, BLOCK:
 
 
 @triton.jit(do_not_specialize=["parts"])
-def row_max_kernel(value_ptr, index_ptr, out_ptr, parts, PARTS: tl.constexpr, PDL: tl.constexpr):
-    """The first block with the largest value gives the row's id."""
+def row_max_kernel(value_ptr, index_ptr, out_ptr, code_ptr, parts, PARTS: tl.constexpr, PDL: tl.constexpr):
+    """The first block with the largest value gives the row's id; the code is 1 where that value is not finite."""
     row = tl.program_id(0)
     part = tl.arange(0, PARTS)
     if PDL:
@@ -40,25 +42,26 @@ def row_max_kernel(value_ptr, index_ptr, out_ptr, parts, PARTS: tl.constexpr, PD
         gdc_launch_dependents()
     value = tl.load(value_ptr + row * parts + part, mask=part < parts, other=-float("inf"))
     index = tl.load(index_ptr + row * parts + part, mask=part < parts, other=2147483647)
-    tl.store(out_ptr + row, tl.min(tl.where(value == tl.max(value, 0), index, 2147483647), 0).to(tl.int64))
+    best = tl.max(value, 0)
+    tl.store(out_ptr + row, tl.min(tl.where(value == best, index, 2147483647), 0).to(tl.int64))
+    tl.store(code_ptr + row, ((best == float("inf")) | (best == -float("inf"))).to(tl.uint8))
 
 
-class Argmax:
-    """`argmax(logits [T, V]) -> [T] int64` for one vocabulary size; rows may be strided."""
+def bind_best_token(args: BestTokenArgs) -> Kernel:
+    """Rows of logits may be strided."""
+    parts, pdl = triton.cdiv(args.vocab_size, BLOCK), target().tensor_copies
+    blocks = Launcher(block_max_kernel, {"BLOCK": BLOCK, "PDL": pdl}, num_warps=8, pdl=pdl)
+    across = Launcher(row_max_kernel, {"PARTS": pow2(parts), "PDL": pdl}, num_warps=1, pdl=pdl)
 
-    def __init__(self, vocab: int) -> None:
-        self.vocab = vocab
-        self.parts = triton.cdiv(vocab, BLOCK)
-        pdl = target().tensor_copies
-        self._blocks = Launcher(block_max_kernel, {"BLOCK": BLOCK, "PDL": pdl}, num_warps=8, pdl=pdl)
-        self._rows = Launcher(row_max_kernel, {"PARTS": pow2(self.parts), "PDL": pdl}, num_warps=1, pdl=pdl)
-
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+    def best_token(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = logits.shape[0]
-        value = torch.empty((rows, self.parts), dtype=torch.float32, device=logits.device)
-        index = torch.empty((rows, self.parts), dtype=torch.int32, device=logits.device)
-        out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        value = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
+        index = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
+        token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        codes = torch.empty(rows, dtype=torch.uint8, device=logits.device)
         if rows:
-            self._blocks((rows, self.parts, 1), logits, value, index, logits.stride(0), self.vocab)
-            self._rows((rows, 1, 1), value, index, out, self.parts)
-        return out
+            blocks((rows, parts, 1), logits, value, index, logits.stride(0), args.vocab_size)
+            across((rows, 1, 1), value, index, token_ids, codes, parts)
+        return token_ids, codes
+
+    return best_token

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import hexad.operators.fused  # noqa: F401  (defines the composite operators)
-from hexad.operators.args import ActArgs, AttentionArgs, LinearArgs, NormArgs, RopeKVArgs
+from hexad.operators.args import ActArgs, AttentionArgs, BestTokenArgs, LinearArgs, NormArgs, RopeKVArgs
 from hexad.operators.fused import FusedLinearArgs
 from hexad.operators.registry import Kernel, Provider, registry
 
@@ -56,6 +56,10 @@ def act_reasons(args: ActArgs) -> list[str]:
     return reasons
 
 
+def best_token_reasons(args: BestTokenArgs) -> list[str]:
+    return _common(args, WIDTHS)
+
+
 def linear_reasons(args: LinearArgs | FusedLinearArgs) -> list[str]:
     reasons = _common(args, HALVES)
     if args.in_features % 8:
@@ -98,6 +102,7 @@ def _register() -> None:
         ("silu_mul", "rows", "bind_gated_act", act_reasons),
         ("rope_kv_write", "rope_kv", "bind_rope_kv_write", rope_reasons),
         ("paged_attention", "attention", "bind_paged_attention", attention_reasons),
+        ("best_token", "argmax", "bind_best_token", best_token_reasons),
         ("linear", "linear", "bind_linear", linear_reasons),
         ("gated_linear", "linear", "bind_gated_linear", gated_reasons),
         ("linear_add", "linear", "bind_linear_add", linear_reasons),
