@@ -19,6 +19,7 @@ import psutil
 
 READ_LIMIT = 2**24
 NO_BODY = (204, 304)
+CLOSE_TIMEOUT_S = 30.0  # what is still to be sent must be read, or refused
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,16 @@ class Connection:
         return answer
 
     async def close(self) -> None:
+        """End both sides.
+
+        Raises:
+            TimeoutError: the server neither takes the rest of what was sent nor ends the connection.
+        """
         if self._writer is not None:
             self._writer.close()
-            try:
-                await asyncio.wait_for(self._writer.wait_closed(), 10)
-            except TimeoutError:  # what is still to be sent is read by nobody
-                self._writer.transport.abort()
-            except OSError:
-                pass
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                with contextlib.suppress(OSError):
+                    await self._writer.wait_closed()
         self._reader = self._writer = None
 
     def abort(self) -> None:
@@ -248,7 +251,8 @@ class Bystander:
         while True:
             start_s = time.monotonic()
             try:
-                answer = await asyncio.wait_for(connection.send([generate(prompt="I stand by", max_tokens=3)]), self._timeout_s)
+                async with asyncio.timeout(self._timeout_s):  # `wait_for` of Python 3.11 loses a cancellation that comes with the answer
+                    answer = await connection.send([generate(prompt="I stand by", max_tokens=3)])
             except (TimeoutError, OSError) as error:
                 self.complaints.append(f"a normal request: {error!r}")
                 await connection.close()

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from hexad.application.api import wire
 from hexad.application.api.patience import PerSecond, WriteWatch
@@ -54,6 +54,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     - A head must be complete within `read_timeout_s` of the connection's, or its own, first byte, and keep within the bounds above.
     - A body must keep up `MIN_BODY_BYTES_PER_S` once `read_timeout_s` has passed. 408 otherwise.
+    - What is refused is answered, unless an answer has begun; then both sides are closed, ours at once, theirs after `LINGER_S` at most.
     - A reader that takes nothing for `write_timeout_s` while something waits for it is disconnected, which aborts its request.
     """
 
@@ -73,6 +74,9 @@ class GuardedProtocol(HttpToolsProtocol):
     _lingered_bytes = 0
     _began_s = 0.0
     _refusal: HexadError | None = None
+    _served: RequestResponseCycle | None = None  # the one whose answer is sent now, or was sent last; `cycle` is the latest that arrived
+    _answered_early = False  # before the end of its body
+    _discards = False  # what still comes belongs to a refused request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -83,11 +87,15 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop(self._reading)
         self._watch.stop()
+        self._tell_gone()
         super().connection_lost(exc)
 
     # Receiving.
 
     def data_received(self, data: bytes) -> None:
+        if self._discards:
+            self._linger(len(data))
+            return
         head = self._num_heads if self._in_head else None
         if head is not None and self._reading is None:
             self._expect()
@@ -131,21 +139,36 @@ class GuardedProtocol(HttpToolsProtocol):
         self._body_bytes += len(body)
         super().on_body(body)
         if self.cycle.response_complete:
-            self._lingered_bytes += len(body)
-            if self._lingered_bytes > MAX_LINGER_BYTES:
-                self.transport.close()
+            self._linger(len(body))
 
     def on_message_complete(self) -> None:
         self._in_head, self._in_body, self._raw_head_bytes = True, False, 0
         self._stop(self._reading)
         self._reading = None
         super().on_message_complete()
+        if self._answered_early:  # from here the connection is idle
+            self._answered_early = False
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._in_body and not self.transport.is_closing():  # answered early: do not read the rest for ever
+        if (
+            self._in_body and self.cycle.response_complete and not self.transport.is_closing()
+        ):  # answered early: do not read the rest for ever
+            self._answered_early = True
             self._stop(self._reading)
             self._reading = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _linger(self, num_bytes: int) -> None:
+        """Count what nobody wants."""
+        self._lingered_bytes += num_bytes
+        if self._lingered_bytes > MAX_LINGER_BYTES:
+            self.transport.close()
 
     def _expect(self) -> None:
         """Start the clock for a head or a body."""
@@ -158,7 +181,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if busy or self.pipeline:  # not the caller's fault: nothing is read while an earlier request is served
             self._reading = self.loop.call_later(min(5.0, self.read_timeout_s), self._late)
             return
-        if self._in_body and self._body_bytes >= (self.loop.time() - self._began_s) * MIN_BODY_BYTES_PER_S:
+        enough = (self.loop.time() - self._began_s) * MIN_BODY_BYTES_PER_S
+        if self._in_body and (self._body_bytes >= enough or self.flow.read_paused):  # paused: the application does not take it
             self._body_bytes = 0  # it must go on like this: one that came fast and stops is late, too
             self._expect()
             return
@@ -180,15 +204,36 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: HexadError) -> None:
         """Answer, unless an answer has begun, and close."""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._discards:
             return
-        cycle = self.cycle
+        served = self._served
+        if served is not None and served.response_started and not served.response_complete:
+            self.transport.close()
+            return
         # In the rest of a body whose request has its answer, a second answer would be nobody's.
-        if cycle is None or not cycle.response_started or (cycle.response_complete and not self._in_body):
+        if served is None or not served.response_complete or not self._in_body:
             body = wire.encode(error.body())
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + body)
-        self.transport.close()
+        self._discard()
+
+    def _discard(self) -> None:
+        """End our side, and read on for a while: closed at once, the caller would be reset while it sends, and might miss the answer."""
+        self._discards = True
+        self._tell_gone()
+        self.flow.resume_reading()
+        if self.transport.can_write_eof() and not self.transport.is_closing():
+            self.transport.write_eof()
+        self._stop(self._reading)
+        self._reading = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _tell_gone(self) -> None:
+        """Nobody waits for what is served now: uvicorn tells the latest request only, which may be another one."""
+        served = self._served
+        if served is not None and not served.response_complete:
+            served.disconnected, served.waiting_for_100_continue = True, False
+            served.message_event.set()
+        self.pipeline.clear()
 
     # Sending.
 
