@@ -11,8 +11,8 @@
 
 #include "weight.h"
 
-// From this number of rows on, tiles beat one dot product at a time (0: there are no tiles).
-#define HX_TILE_ROWS (HX_AMX ? 6 : 0)
+// From this number of rows on, tiles beat one dot product at a time in every format (0: there are no tiles).
+#define HX_TILE_ROWS (HX_AMX ? 4 : 0)
 
 #define HX_STRING_(x) #x
 #define HX_STRING(x) HX_STRING_(x)
