@@ -124,13 +124,14 @@ class Runner:
             step.decoded = self._graphs.run(host, greedy=self.sampler.is_plain(host.sampled_slots))
             if step.decoded is not None:
                 return
-        device = step.device = to_device(host, self.state.table_width, self.state.block_size, self.device)
-        inputs = ForwardInputs(self._flat_tokens.index_select(0, device.token_index), device.positions, device.attention, starting)
-        hidden = self.model.forward(inputs, self.kv.layers)
+        pick_last = self.model.picks_last and host.max_query_len > 1 and not host.scored
+        device = step.device = to_device(host, self.state.table_width, self.state.block_size, self.device, pick_last=pick_last)
+        token_ids = self._flat_tokens.index_select(0, device.token_index)
+        hidden = self.model.forward(ForwardInputs(token_ids, device.positions, device.attention, device.last, starting), self.kv.layers)
         if host.scored:
             step.prompt_scores = self._score_prompts(host, hidden)
         if host.sampled:
-            step.hidden = hidden if len(host.sampled) == hidden.shape[0] else hidden.index_select(0, device.last_token)
+            step.hidden = hidden if pick_last or len(host.sampled) == hidden.shape[0] else hidden.index_select(0, device.last_token)
 
     @torch.inference_mode()
     def sample(self, step: Step, masks: Masks | None = None) -> StepOutput:

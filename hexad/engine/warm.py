@@ -4,7 +4,7 @@ shape of step that the engine makes."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from hexad.engine.kv import KVStorage, kv_groups
 from hexad.engine.plan import KVLayout
 from hexad.models.build import Model, build_model
 from hexad.models.formats.dummy import DummyHandle, dummy_handles
-from hexad.models.inputs import ForwardInputs
+from hexad.models.inputs import ForwardInputs, LastTokens
 from hexad.models.loader import WeightStore
 from hexad.models.spec import ModelSpec
 from hexad.operators.args import BestTokenArgs
@@ -97,7 +97,11 @@ def _run(model: Model, kv: KVStorage, shape: StepShape, settings: LocalExecutor)
         shared_len=torch.empty(1, dtype=torch.int32, device=META) if shape.shared else None,
     )
     groups = len(model.spec.kv_layer_groups)
-    hidden = model.forward(ForwardInputs(longs, longs, (batch,) * groups), kv.layers)
+    last = None
+    if shape.prompt > (MAX_PROMPT_TOKENS if not shape.decodes else 1):  # not captured: the last layer goes on with the last tokens alone
+        queries = replace(batch, slots=longs[:rows], max_query_len=1, num_decodes=rows, scratch={})
+        last = (LastTokens(longs[:rows], queries),) * groups
+    hidden = model.forward(ForwardInputs(longs, longs, (batch,) * groups, last), kv.layers)
     scores = model.scores(hidden[:rows])
     best = BestTokenArgs(settings.vocab_size, scores.dtype, META.type)
     registry.bind("best_token", best, settings.config.device.operators).call(scores)

@@ -29,9 +29,11 @@ class Model(Protocol):
 
     spec: ModelSpec
     weight_bytes: int  # what stays resident, shared tensors counted once
+    picks_last: bool  # `ForwardInputs.last` is served
 
     def forward(self, inputs: ForwardInputs, kv_layers: list[KVPages]) -> torch.Tensor:
-        """One step's tokens -> hidden states [T, H]; writes their keys and values (one `KVPages` per layer, in layer order)."""
+        """One step's tokens -> hidden states [T, H], or [S, H] of `inputs.last`; writes keys and values of all (one `KVPages` per layer, in
+        layer order)."""
         ...
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

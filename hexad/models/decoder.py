@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from hexad.models.inputs import ForwardInputs
+from hexad.models.inputs import ForwardInputs, LastTokens
 from hexad.models.layers.attention import Attention
 from hexad.models.layers.context import BuildContext
 from hexad.models.layers.fused import FusedLayer, fuse
@@ -37,10 +37,20 @@ class DecoderLayer:
         self.fused = fuse(self.rms_norm, self.attention, self.mlp, self.input_norm, self.post_attention_norm) if plain else None
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, kv: KVPages
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        kv: KVPages,
+        last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(normed x [T, H], residual [T, H]) -> (output not yet added to the residual, residual)."""
-        x = self.attention(x, positions, batch, kv)
+        """(normed x [T, H], residual [T, H]) -> (output not yet added to the residual, residual), both [S, H] of `last` if it is given."""
+        x = self.attention(x, positions, batch, kv, last)
+        if last is not None:
+            residual = last.pick(residual)
+            if not len(residual):
+                return residual, residual
         if self.attention_out_norm is not None:
             x = self.rms_norm(x, self.attention_out_norm)
         x, residual = self.add_norm(x, residual, self.post_attention_norm)
@@ -68,11 +78,17 @@ class DecoderModel:
         fused = [layer.fused for layer in self.layers if layer.fused is not None]
         self._fused = fused if len(fused) == len(self.layers) else None
         self._stack = bind_stack(context, self.embedding, self.layers, self.final_norm, self._group_of_layer, max_len)
+        self.picks_last = self._stack is None  # `ForwardInputs.last` is served
         self._head = getattr(self.head, "apply_float32", self.head.apply)  # logits need no rounding on the way
 
     def forward(self, inputs: ForwardInputs, kv_layers: list[KVPages]) -> torch.Tensor:
-        """Compute one step's tokens: hidden states after the final norm [T, H]. Writes their keys and values to `kv_layers`."""
+        """Compute one step's tokens: hidden states after the final norm, [T, H] or [S, H] of `inputs.last`.
+
+        Writes the keys and values of all to `kv_layers`. With `last` the last layer's attention and MLP are computed for those tokens
+        alone: nothing reads what it would give for others.
+        """
         if self._stack is not None:
+            assert inputs.last is None, "a stack in one call computes every token"
             return self._stack(inputs.token_ids, inputs.positions, inputs.attention, kv_layers, inputs.starting)
         residual = self.embedding.apply(inputs.token_ids)  # [T, H]
         if self.spec.embedding_scale != 1.0:
@@ -82,15 +98,18 @@ class DecoderModel:
         x: torch.Tensor = self.norm(residual, self.layers[0].input_norm)
         positions, groups, add_norm = inputs.positions, inputs.attention, self.add_norm
         for layer, group, following, kv in zip(self.layers, self._group_of_layer, self._following_norms, kv_layers, strict=True):
-            x, residual = layer(x, residual, positions, groups[group], kv)
-            x, residual = add_norm(x, residual, following)
+            last = None if inputs.last is None or layer is not self.layers[-1] else inputs.last[group]
+            x, residual = layer(x, residual, positions, groups[group], kv, last)
+            if len(x):
+                x, residual = add_norm(x, residual, following)
         return x
 
     def _forward_fused(self, layers: list[FusedLayer], h: torch.Tensor, inputs: ForwardInputs, kv_layers: list[KVPages]) -> torch.Tensor:
         positions, groups = inputs.positions, inputs.attention
         for layer, group, kv in zip(layers, self._group_of_layer, kv_layers, strict=True):
-            h = layer(h, positions, groups[group], kv)
-        normed: torch.Tensor = self.norm(h, self.final_norm)
+            last = None if inputs.last is None or layer is not layers[-1] else inputs.last[group]
+            h = layer(h, positions, groups[group], kv, last)
+        normed: torch.Tensor = self.norm(h, self.final_norm) if len(h) else h
         return normed
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hexad.models.inputs import LastTokens
 from hexad.models.layers.context import BuildContext, KVContext
 from hexad.operators.args import AttentionArgs, RopeKVArgs
 from hexad.operators.batch import AttentionBatch, KVPages
@@ -24,13 +25,21 @@ class Attention:
         self.rope_kv_write = context.bind("rope_kv_write", rope_args(context)).call
         self.paged_attention = context.bind("paged_attention", attention_args(context, index)).call
 
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, kv: KVPages) -> torch.Tensor:
-        """x [T, H] -> [T, H]."""
-        return self.out.apply(self.attend(self.qkv.apply(x), positions, batch, kv))
+    def __call__(
+        self, x: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, kv: KVPages, last: LastTokens | None = None
+    ) -> torch.Tensor:
+        """x [T, H] -> [T, H], or [S, H] of `last`."""
+        return self.out.apply(self.attend(self.qkv.apply(x), positions, batch, kv, last))
 
-    def attend(self, qkv: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, kv: KVPages) -> torch.Tensor:
-        """qkv [T, (Hq + 2 Hkv) * D] -> [T, Hq * D], before the output projection."""
+    def attend(
+        self, qkv: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, kv: KVPages, last: LastTokens | None = None
+    ) -> torch.Tensor:
+        """qkv [T, (Hq + 2 Hkv) * D] -> [T, Hq * D], before the output projection; with `last` [S, Hq * D], all keys and values written."""
         q = self.rope_kv_write(qkv, positions, self.cos_sin, batch.slots, kv, self.q_norm, self.k_norm)
+        if last is not None:
+            q, batch = last.pick(q), last.attention
+            if not len(q):
+                return q.flatten(1)
         mixed: torch.Tensor = self.paged_attention(q, kv, batch)
         return mixed
 

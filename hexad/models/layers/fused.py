@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hexad.models.inputs import LastTokens
 from hexad.models.layers.attention import Attention
 from hexad.models.layers.mlp import MLP
 from hexad.operators.batch import AttentionBatch, KVPages
@@ -31,11 +32,18 @@ class FusedLayer:
     gate_up: Map
     down: Add
 
-    def __call__(self, h: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, kv: KVPages) -> torch.Tensor:
-        """h [T, H] -> h, updated in place."""
+    def __call__(
+        self, h: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, kv: KVPages, last: LastTokens | None = None
+    ) -> torch.Tensor:
+        """h [T, H] -> h, updated in place; or [S, H] of `last`."""
         attention, norm = self.attention, self.norm
         qkv = attention.qkv.apply(norm(h, self.input_norm))
-        h = self.attention_out(attention.attend(qkv, positions, batch, kv), h)
+        mixed = attention.attend(qkv, positions, batch, kv, last)
+        if last is not None:
+            h = last.pick(h)
+            if not len(h):
+                return h
+        h = self.attention_out(mixed, h)
         return self.down(self.gate_up(norm(h, self.post_attention_norm)), h)
 
 
