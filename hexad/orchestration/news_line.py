@@ -153,7 +153,8 @@ class LineReader:
             self.close()
             return
         data = memoryview(self._rest + self._buffer[:count]) if self._rest else self._buffer[:count]
-        self._rest = bytes(data[self._take(data) :])
+        end = self._take(data)
+        self._rest = bytes(data[end:]) if end < len(data) else b""
 
     def _take(self, data: memoryview) -> int:
         """Handle the whole messages in `data`; returns where they end."""

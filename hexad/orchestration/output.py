@@ -66,6 +66,7 @@ class ChoiceOutput:
         self._params = params
         self._detokenizer = make_detokenizer(tokenizer, prompt_ids, params.skip_special_tokens)
         self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._plain = self._matcher is None and params.logprobs is None
         self._waiting: deque[_Entry] = deque()
         self._decoded = 0  # characters of text decoded
         self._released = 0  # characters of text given out
@@ -74,6 +75,8 @@ class ChoiceOutput:
         """Take the next output of this choice. After `done`, everything is ignored."""
         if self.done:
             return EMPTY
+        if self._plain and len(output.token_ids) == 1 and not self._waiting and output.finish_reason is None and output.error is None:
+            return self._push_plain(output.token_ids)
         text = self._take_tokens(output)
         if self._stopped:
             return self._finish(text, "stop", abort=output.finish_reason is None and output.error is None)
@@ -85,6 +88,17 @@ class ChoiceOutput:
         if self._stopped:
             return self._finish(text, "stop")
         return self._finish(text, output.finish_reason, stop_token_id=output.stop_token_id)
+
+    def _push_plain(self, token_ids: tuple[int, ...]) -> Delta:
+        """One token, no stop strings, no log-probabilities, nothing held back: what the rules above come to then."""
+        detokenizer = self._detokenizer
+        start, text = self._decoded, detokenizer.push(token_ids[0])
+        self.num_tokens += 1
+        self._decoded = self._released = start + len(text)
+        if not detokenizer.pending:
+            return Delta(text=text, token_ids=token_ids)
+        self._waiting.append(_Entry(token_ids[0], None, b"", start, self._decoded, self._decoded + 1))
+        return Delta(text=text) if text else EMPTY
 
     def flush(self, finish_reason: str = "abort") -> Delta:
         """End the choice without a terminal output: what was held back is given out."""

@@ -92,6 +92,9 @@ class EngineServer:
     # In.
 
     def _receive(self) -> None:
+        events: int = self._socket.getsockopt(zmq.EVENTS)  # type: ignore[assignment]
+        if not events & zmq.POLLIN:  # the common case: an exception would cost several times as much
+            return
         for _ in range(MAX_FRAMES_PER_STEP):
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)

@@ -45,9 +45,11 @@ class RequestStream:
     - `aclose()`, leaving `async with`, or a cancellation inside `async for` aborts the request in the engine, unless it has ended.
       `next_batch(timeout_s)` never aborts when the time runs out, so it is what heartbeats should use.
     - One consumer; not thread-safe: it belongs to its client's event loop.
+    - `sink` (None: none) is offered each output while the consumer waits and nothing is before it in the queue. True: it has taken it, and
+      the consumer goes on waiting; it must not take terminal outputs, must not raise, and is let go when the stream is cancelled.
     """
 
-    __slots__ = ("_abort", "_error", "_failed", "_items", "_open", "_waiter", "finished", "request_id", "submit")
+    __slots__ = ("_abort", "_error", "_failed", "_items", "_open", "_waiter", "finished", "request_id", "sink", "submit")
 
     def __init__(self, request_id: str, num_choices: int, abort: Callable[[str], None]) -> None:
         self.request_id = request_id
@@ -59,6 +61,7 @@ class RequestStream:
         self._error: HexadError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._abort = abort
+        self.sink: Callable[[Output], bool] | None = None
 
     @property
     def ended(self) -> bool:
@@ -110,12 +113,16 @@ class RequestStream:
             self._abort(self.request_id)
         self._items.clear()
         self._error = None
+        self.sink = None
         self._wake()
 
     # The client's side.
 
     def feed(self, output: Output) -> bool:
         """Add one output; True when it was the last one of the request."""
+        waiter, sink = self._waiter, self.sink
+        if sink is not None and not self._items and waiter is not None and not waiter.done() and sink(output):
+            return False
         self._items.append(output)
         if output.finish_reason is not None or output.error is not None:
             self._open -= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import threading
 import time
@@ -11,11 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import httpx2 as httpx
 import msgspec
 import uvicorn
 
 from hexad.application.api.admission import Admission
 from hexad.application.api.app import build_app
+from hexad.application.api.protocol import guarded
 from hexad.application.api.state import ServerState
 from hexad.common.config import HexadConfig
 from hexad.common.errors import EngineDeadError, RequestError
@@ -102,6 +105,16 @@ class StubEngine:
             protocol=1, version="0", config_hash="abc", model="stub", max_len=context, max_request_blocks_tokens=pool,
             vocab_size=VOCAB, device="stub", dtype="float32", kv_bytes=1 << 20, num_blocks=pool // 16, block_size=16,
         )  # fmt: skip
+
+    def fail_midway(self) -> None:
+        """From now on every request says two tokens, and fails a moment later."""
+
+        async def fail_later(submit: Submit, stream: RequestStream) -> None:
+            stream.feed(Output(request_id=submit.request_id, choice=0, token_ids=(104, 105)))
+            await asyncio.sleep(0.05)
+            stream.feed(Output(request_id=submit.request_id, choice=0, error="NaN in the logits", error_code="request_failed"))
+
+        self._run = fail_later  # type: ignore[method-assign]
 
     def submit(self, submit: Submit) -> RequestStream:
         if not self.is_alive:
@@ -208,7 +221,8 @@ def serving(engine: StubEngine | None = None, **values: Any) -> Iterator[Running
 
     async def main() -> None:
         state = make_state(engine, **values)
-        config = uvicorn.Config(build_app(state), host="127.0.0.1", port=0, log_level="warning", lifespan="off")
+        http: Any = guarded(30.0, 60.0)
+        config = uvicorn.Config(build_app(state), host="127.0.0.1", port=0, log_level="warning", lifespan="off", http=http)
         server = uvicorn.Server(config)
         task = asyncio.ensure_future(server.serve())
         while not server.started:
@@ -235,3 +249,15 @@ def fresh_seed() -> int:
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     return seed
+
+
+def named_events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The data of each event of a stream; its name must be the data's type."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for event in answer.text.removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found

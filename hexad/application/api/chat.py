@@ -15,7 +15,7 @@ from hexad.application.api.fields import read
 from hexad.application.api.generation import News
 from hexad.application.api.job import Caller, Head, Job, Parts
 from hexad.application.api.logprobs import chat_logprobs, prompt_logprobs
-from hexad.application.api.prompts import Prompt, chat_prompt, turn
+from hexad.application.api.prompts import prompt_of, turn
 from hexad.application.api.schema import ChatRequest
 from hexad.application.api.state import ServerState
 
@@ -30,20 +30,9 @@ async def answer_chat(state: ServerState, http: Caller, body: dict[str, Any]) ->
     request, ignored = read(body, ChatRequest)
     job = Job(state, http, request, ignored)
 
-    def prompts() -> list[Prompt]:
-        return [
-            chat_prompt(
-                state,
-                request.messages,
-                add_generation_prompt=request.add_generation_prompt,
-                continue_final_message=request.continue_final_message,
-                variables=request.chat_template_kwargs,
-                add_special_tokens=request.add_special_tokens,
-                whole=request.truncate_prompt_tokens is None,
-            )
-        ]
-
-    return await job.answer("chatcmpl", "chat.completion", prompts, lambda head: ChatWriter(state, request, head), job.chunk_events)
+    return await job.answer(
+        "chatcmpl", "chat.completion", lambda: [prompt_of(state, request)], lambda head: ChatWriter(state, request, head), job.chunk_events
+    )
 
 
 class ChatWriter:
@@ -57,6 +46,10 @@ class ChatWriter:
         self._opened: set[int] = set()
         self._prompt_ids: tuple[int, ...] | UnsetType = UNSET
         self._prompt_logprobs: wire.PromptLogprobs | UnsetType = UNSET
+
+    @property
+    def only_text(self) -> bool:
+        return not self._request.logprobs and not self._request.return_token_ids
 
     def chunks(self, news: News) -> Iterable[wire.ChatChunkChoice]:
         choice, delta = news

@@ -53,6 +53,10 @@ class CompletionWriter:
         self._parts: dict[int, Parts[wire.CompletionLogprobs]] = {}
         self._prompts: dict[int, tuple[Prompt, wire.PromptLogprobs | UnsetType]] = {}
 
+    @property
+    def only_text(self) -> bool:
+        return self._request.logprobs is None and not self._request.return_token_ids
+
     def chunks(self, news: News) -> Iterable[wire.CompletionChoice]:
         choice, delta = news
         opens = choice.index not in self._logprobs

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hexad.application.api.admission import Ticket
 from hexad.application.api.prompts import Prompt
+from hexad.application.api.sse import Lane
 from hexad.application.api.state import ServerState
 from hexad.application.api.wire import PromptTokensDetails, Usage
 from hexad.common.errors import HexadError
@@ -88,6 +89,7 @@ class Generation:
         self._state = state
         self._envelope = envelope
         self._ticket = ticket
+        self._failure: Exception | None = None  # on the short way
 
     def usage(self) -> Usage:
         """Tokens so far: each prompt once, the outputs of all choices."""
@@ -120,6 +122,8 @@ class Generation:
                 while batch := await run.stream.next_batch():
                     if news := self._take(run, batch):
                         yield news
+                if self._failure is not None:
+                    raise self._failure
             else:
                 merged = _merge(self.runs)
                 try:
@@ -132,6 +136,30 @@ class Generation:
             for run in self.runs:
                 run.stream.cancel()
                 self._observe(run)
+
+    def attach(self, lane: Lane, frames: Callable[[Sequence[News]], bytes]) -> None:
+        """From now on write the frames of ordinary outputs to `lane` while it is open; `batches` gives the others, and none out of turn."""
+        run = self.runs[0]
+        if len(self.runs) != 1 or not run.prompt_complete or run.stream.ended:
+            return
+
+        def take(output: Output) -> bool:
+            if output.finish_reason is not None or output.error is not None or not lane.is_open:
+                return False
+            try:
+                news = self._push(run, output, time.monotonic())
+                if news is None:
+                    return True
+                if data := frames((news,)):
+                    lane.write(data)
+                if news.delta.done and all(choice.output.done for choice in run.choices):
+                    run.stream.cancel()
+            except Exception as error:  # `batches` raises it
+                self._failure = error
+                run.stream.cancel()
+            return True
+
+        run.stream.sink = take
 
     def _observe(self, run: Run) -> None:
         """The metrics of one prompt that ended."""
@@ -173,20 +201,7 @@ class Generation:
         """Deltas of `batch`; ends the run in the engine once all its choices are done for the caller."""
         now_s = time.monotonic()
         self._ticket.started = True
-        news = []
-        for output in batch:
-            choice = run.choices[output.choice]
-            _note(run, choice, output, now_s)
-            delta = choice.output.push(output)
-            if delta.error is not None:
-                run.failed = True
-                raise output_error(output) or HexadError(delta.error)
-            if delta.done:
-                choice.finish_reason = delta.finish_reason
-                if delta.abort and len(run.choices) > 1:
-                    self._state.engine.abort(run.stream.request_id, output.choice)
-            if delta.text or delta.token_ids or delta.done:
-                news.append(News(choice, delta))
+        news = [found for output in batch if (found := self._push(run, output, now_s)) is not None]
         if all(choice.output.done for choice in run.choices):
             run.stream.cancel()  # if a stop string ended the last one, the engine does not know yet
         elif not run.prompt_complete:
@@ -195,6 +210,19 @@ class Generation:
         news, run.held = run.held + news, []
         return news
 
+    def _push(self, run: Run, output: Output, now_s: float) -> News | None:
+        choice = run.choices[output.choice]
+        _note(run, choice, output, now_s)
+        delta = choice.output.push(output)
+        if delta.error is not None:
+            run.failed = True
+            raise output_error(output) or HexadError(delta.error)
+        if delta.done:
+            choice.finish_reason = delta.finish_reason
+            if delta.abort and len(run.choices) > 1:
+                self._state.engine.abort(run.stream.request_id, output.choice)
+        return News(choice, delta) if delta.text or delta.token_ids or delta.done else None
+
 
 def _note(run: Run, choice: Choice, output: Output, now_s: float) -> None:
     """What an output says beside its tokens."""
@@ -202,7 +230,8 @@ def _note(run: Run, choice: Choice, output: Output, now_s: float) -> None:
         run.num_cached = output.num_cached
     if output.queued_s is not None:
         run.queued_s = output.queued_s
-    run.prompt_logprobs.extend(output.prompt_logprobs)
+    if output.prompt_logprobs:
+        run.prompt_logprobs.extend(output.prompt_logprobs)
     if output.token_ids:
         run.first_s, run.last_s = run.first_s or now_s, now_s
         if choice.heard_s is not None:

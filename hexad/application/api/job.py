@@ -22,7 +22,9 @@ from hexad.application.api.schema import ChatRequest, CompletionRequest, StreamO
 from hexad.application.api.sse import ClientGoneError, EventStream, finish
 from hexad.application.api.state import ServerState
 from hexad.common.errors import HexadError
+from hexad.orchestration.output import Delta
 
+PLACE = "\ufffe"  # stands for a text
 L = TypeVar("L")
 Caller = Request | WebSocket
 
@@ -68,6 +70,11 @@ class ChunkWriter(Writer, Protocol):
 
     def chunk(self, choices: list[Any], usage: wire.Usage | UnsetType | None) -> wire.Envelope: ...
 
+    @property
+    def only_text(self) -> bool:
+        """Chunks between a choice's first and its last differ in their text alone."""
+        ...
+
 
 class Events(Protocol):
     """A stream's format."""
@@ -94,9 +101,25 @@ class ChunkEvents:
         self._with_usage = options is not None and bool(options.include_usage)
         self._continuous = options is not None and bool(options.continuous_usage_stats)
 
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # by choice: what stands before and after the text of an ordinary chunk
+
     def of(self, batch: Sequence[News]) -> bytes:
+        return self._event(batch[0]) if len(batch) == 1 else b"".join([self._event(news) for news in batch])
+
+    def _event(self, news: News) -> bytes:
+        choice, delta = news
+        around = self._around.get(choice.index)
+        if around is not None and delta.text and not delta.done:
+            return around[0] + wire.encode(delta.text) + around[1]
+        frames = self._whole(news)
+        if around is None and self._writer.only_text and not self._continuous:
+            before, _, after = self._whole(News(choice, Delta(text=PLACE))).rpartition(wire.encode(PLACE))
+            self._around[choice.index] = before, after
+        return frames
+
+    def _whole(self, news: News) -> bytes:
         usage = self._usage() if self._continuous else None if self._with_usage else UNSET
-        return b"".join([wire.frame(self._writer.chunk([choice], usage)) for news in batch for choice in self._writer.chunks(news)])
+        return b"".join([wire.frame(self._writer.chunk([choice], usage)) for choice in self._writer.chunks(news)])
 
     def end(self) -> bytes:
         return (wire.frame(self._writer.chunk([], self._usage())) if self._with_usage else b"") + wire.DONE
@@ -159,7 +182,14 @@ class Job:
                 stream = events(writer(head), generation.usage)
                 headers = ignored_header(self.ignored)
                 frames = self._frames(generation, stream)
-                return EventStream(frames, ticket, heartbeat_s=heartbeat_s, headers=headers, error_frame=stream.error_frame)
+                return EventStream(
+                    frames,
+                    ticket,
+                    heartbeat_s=heartbeat_s,
+                    headers=headers,
+                    error_frame=stream.error_frame,
+                    attach=lambda lane: generation.attach(lane, stream.of),
+                )
             body = await finish(self._whole(generation, writer(head)), self.http.receive, ticket)
         except ClientGoneError:
             ticket.release()

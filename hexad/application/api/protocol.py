@@ -11,6 +11,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from hexad.application.api import wire
+from hexad.application.api.direct import EXTENSION, DirectBody
 from hexad.application.api.patience import PerSecond, WriteWatch
 from hexad.common.errors import HexadError, PayloadTooLargeError, RequestError
 
@@ -127,6 +128,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_heads += 1
         self._expect()
         super().on_headers_complete()  # may raise: then no cycle was made for this head
+        self.scope["extensions"] = {EXTENSION: DirectBody(self.cycle)}  # type: ignore[dict-item]
         self._in_head, self._in_body, self._body_bytes = False, True, 0
 
     def on_body(self, body: bytes) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hexad.application.api import wire
 from hexad.application.api.admission import Ticket, shutting_down
+from hexad.application.api.direct import DirectBody, direct_body
 from hexad.application.api.errors import as_hexad_error
 from hexad.common.errors import HexadError
 
@@ -61,8 +62,22 @@ async def _stop(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class Lane(Protocol):
+    """Where a source of frames may write by itself, while it owes its generator none."""
+
+    @property
+    def is_open(self) -> bool:
+        """`write` may be called now."""
+        ...
+
+    def write(self, data: bytes) -> None: ...
+
+
 class EventStream(Response):
-    """Server-sent events from a generator of frames, with comment lines in the gaps. Releases the ticket at the end."""
+    """Server-sent events from a generator of frames, with comment lines in the gaps. Releases the ticket at the end.
+
+    `attach` is called once, after the first frame, with a lane by which the source may go past its generator, if the server has one.
+    """
 
     media_type = "text/event-stream"
 
@@ -74,6 +89,7 @@ class EventStream(Response):
         heartbeat_s: float,
         headers: Mapping[str, str] | None = None,
         error_frame: Callable[[HexadError], bytes] = wire.error_frame,
+        attach: Callable[[Lane], None] | None = None,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
@@ -81,8 +97,10 @@ class EventStream(Response):
         self.ticket = ticket
         self.heartbeat_s = heartbeat_s
         self.error_frame = error_frame
+        self.attach = attach
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._direct, self._time = direct_body(scope), asyncio.get_running_loop().time
         gone = asyncio.ensure_future(disconnected(receive))
         first = asyncio.ensure_future(anext(self.frames))
         pump: asyncio.Task[None] | None = None
@@ -130,9 +148,23 @@ class EventStream(Response):
 
     async def _pump(self, send: Send, first: asyncio.Future[bytes]) -> None:
         await self._write(send, await first)
+        if self.attach is not None and self._direct is not None:
+            self.attach(self)
         async for frame in self.frames:
             await self._write(send, frame)
 
+    # A lane for the source.
+
+    @property
+    def is_open(self) -> bool:
+        return self._direct is not None and self._direct.is_open and not self._writing
+
+    def write(self, data: bytes) -> None:
+        assert self._direct is not None
+        self._direct.write(data)
+        self._sent_s = self._time()
+
+    _direct: DirectBody | None = None
     _writing = False  # a write that waits for a slow reader must not be joined by heartbeats
     _sent_s = 0.0
 
