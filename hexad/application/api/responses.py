@@ -14,7 +14,7 @@ from hexad.application.api.body import read_object
 from hexad.application.api.fields import read
 from hexad.application.api.generation import News
 from hexad.application.api.job import Head, Job
-from hexad.application.api.prompts import Prompt, chat_prompt
+from hexad.application.api.prompts import prompt_of
 from hexad.application.api.responses_body import NEUTRAL, ResponsesRequest, to_chat
 from hexad.application.api.state import ServerState
 from hexad.common.errors import HexadError, RequestError
@@ -86,21 +86,11 @@ async def responses(state: ServerState, http: Request) -> HTTPResponse:
     request, ignored = read(await read_object(http, state.bodies), ResponsesRequest, NEUTRAL)
     chat = to_chat(request)
 
-    def prompts() -> list[Prompt]:
-        return [
-            chat_prompt(
-                state,
-                chat.messages,
-                add_generation_prompt=None,
-                continue_final_message=None,
-                variables=chat.chat_template_kwargs,
-                add_special_tokens=None,
-            )
-        ]
-
     try:
         job = Job(state, http, chat, ignored)
-        return await job.answer("resp", "response", prompts, lambda head: ResponseWriter(request, head), ResponseEvents)
+        return await job.answer(
+            "resp", "response", lambda: [prompt_of(state, chat)], lambda head: ResponseWriter(request, head), ResponseEvents
+        )
     except RequestError as error:
         ours = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}.get(error.param or "")
         if ours is None:
@@ -167,9 +157,8 @@ class ResponseEvents:
         self._number = 0
 
     def _event(self, name: str, **fields: Any) -> bytes:
-        data = {"type": name, "sequence_number": self._number, **fields}
         self._number += 1
-        return b"event: " + name.encode() + b"\n" + wire.frame(data)
+        return wire.named_frame(name, {"sequence_number": self._number - 1, **fields})
 
     def _begin(self) -> list[bytes]:
         begun = self._writer.so_far("in_progress")

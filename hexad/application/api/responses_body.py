@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from hexad.application.api.blocks import text_of
 from hexad.application.api.fields import MAX_MESSAGES
-from hexad.application.api.schema import ChatRequest, Message
+from hexad.application.api.schema import AnyRequest, ChatRequest, Message
 from hexad.common.errors import RequestError, UnsupportedError
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -34,29 +32,13 @@ NEUTRAL: Mapping[str, Callable[[Any], bool]] = {  # known here, unsupported; the
 }
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(AnyRequest):
     """`POST /v1/responses`."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
-
-    model: str | None = None
     input: Any  # a string, or a list of messages
     instructions: str | None = None
     max_output_tokens: int | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    ignore_eos: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
-    request_id: str | None = None
-    deadline_s: float | None = None
 
 
 SAME_NAME = tuple(name for name in ResponsesRequest.model_fields if name in ChatRequest.model_fields)

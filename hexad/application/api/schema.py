@@ -20,31 +20,41 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None  # the usage so far on every chunk
 
 
-class GenerationRequest(BaseModel):
-    """What completions and chat completions have in common."""
+class AnyRequest(BaseModel):
+    """What every format has: the model, how to sample, and the fields of this server's own."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
     model: str | None = None
-    n: int | None = None
-    max_tokens: int | None = None
+    stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: Any = None  # a string or a list of them: read by `sampling.stop_strings`
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
 
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    deadline_s: float | None = None  # seconds from arrival until the answer must be complete
+
+
+class GenerationRequest(AnyRequest):
+    """What completions and chat completions have in common."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: Any = None  # a string or a list of them: read by `sampling.stop_strings`
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
@@ -54,10 +64,6 @@ class GenerationRequest(BaseModel):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = None  # keep the last k prompt tokens; -1: as many as the context holds
-    cache_salt: str | None = None
-    priority: int | None = None
-    request_id: str | None = None
-    deadline_s: float | None = None  # seconds from arrival until the answer must be complete
 
 
 class CompletionRequest(GenerationRequest):

@@ -22,6 +22,11 @@ def frame(value: Any) -> bytes:
     return b"data: " + encode(value) + b"\n\n"
 
 
+def named_frame(name: str, fields: dict[str, Any]) -> bytes:
+    """One SSE event with a name, which the data repeats."""
+    return b"event: " + name.encode() + b"\n" + frame({"type": name, **fields})
+
+
 def error_frame(error: HexadError) -> bytes:
     """The last event of a stream that fails."""
     return frame(error.body())
