@@ -61,6 +61,16 @@ def test_without_a_next_job_it_is_given_at_once(thread):
     assert given.wait(30)
 
 
+def test_steps_run_in_inference_mode_and_what_is_made_for_others_does_not(thread):
+    modes = []
+    queued(thread, lambda: modes.append(torch.is_inference_mode_enabled()))
+    assert modes == [True]
+    assert not thread.run(torch.is_inference_mode_enabled) and not thread.run(lambda: torch.zeros(1)).is_inference()
+    with pytest.raises(ValueError):
+        thread.run(lambda: int("x"))
+    assert not torch.is_inference_mode_enabled()
+
+
 def test_a_pending_result_times_out_and_comes_more_than_once():
     pending = LocalPending(3)
     assert not pending.done()

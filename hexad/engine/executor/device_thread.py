@@ -14,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+import torch
+
 T = TypeVar("T")
 EXIT_PATIENCE_S = 30.0  # a job that takes longer than this no longer holds up the end of the process
 
@@ -61,7 +63,8 @@ class DeviceThread:
 
         def settle() -> None:
             try:
-                future.set_result(job())
+                with torch.inference_mode(False):  # what it makes may be used on any thread
+                    future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)
 
@@ -73,6 +76,10 @@ class DeviceThread:
 
     def _loop(self) -> None:
         self._initialise()
+        with torch.inference_mode():  # jobs of `submit` need not enter it each time
+            self._serve()
+
+    def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
             held = self._held
             job()
