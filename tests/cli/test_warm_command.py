@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -97,3 +98,31 @@ def test_what_is_warmed_is_what_a_start_looks_up(monkeypatch: pytest.MonkeyPatch
     lengths = [np.arange(n, dtype=np.int32) for n in (3, 5, 1)]
     sent = _send(lengths, torch.device("meta"))
     assert [tensor.shape[0] for tensor in sent] == [3, 5, 1] and all(tensor.storage_offset() * 4 % 16 == 0 for tensor in sent)
+
+
+def test_launch_stubs_name_the_driver_whatever_the_compiler_leaves_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ubuntu's compilers link with --as-needed: a stub without the driver's name cannot be loaded, and is built again at each start."""
+    pytest.importorskip("triton")
+    if shutil.which("gcc") is None or shutil.which("readelf") is None:
+        pytest.skip("no C compiler")
+    from hexad.operators.triton import ahead, rows
+    from hexad.operators.triton.launch import Target
+
+    if rows.target().capability:
+        pytest.skip("with a card here the GPU tests show it")
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nexec gcc -Wl,--as-needed "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setattr(ahead.knobs.cache, "dir", str(tmp_path / "cache"))
+    with ahead.gathering(Target(90, 132, "a card")) as jobs:
+        from hexad.operators.args import NormArgs
+
+        call = rows.bind_rms_norm(NormArgs(64, 1e-5, torch.bfloat16, "cuda"))
+        call(torch.empty(3, 64, dtype=torch.bfloat16, device="meta"), torch.empty(64, dtype=torch.bfloat16, device="meta"))
+    ahead.compile_jobs(list(jobs.values()), 90, lambda _index, _done: None)
+    stubs = list((tmp_path / "cache").rglob("*.so"))
+    assert len(stubs) == 2
+    for stub in stubs:
+        needed = subprocess.run(["readelf", "-d", str(stub)], capture_output=True, text=True, check=True).stdout
+        assert re.search(r"NEEDED.*libcuda\.so\.1", needed), needed

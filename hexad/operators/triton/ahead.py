@@ -124,7 +124,8 @@ def _listening(listener: Callable[..., None]) -> Iterator[None]:
 class _Stubs:
     """Builds the C function that launches a kernel with its signature, which Triton otherwise builds at the first launch.
 
-    It is linked against an empty library with the driver's name: at run time the driver's own is loaded.
+    It is linked against an empty library with the driver's name: at run time the driver's own is loaded. Some compilers leave out libraries
+    that give nothing (Ubuntu's, for one), so they are told not to.
     """
 
     def __enter__(self) -> _Stubs:
@@ -161,6 +162,7 @@ class _Stubs:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, f"{name}.c")
                 path.write_text(src)
-                built = _build(name, str(path), folder, [*library_dirs, self._folder.name], include_dirs, libraries, [])
+                flags = ["-Wl,--no-as-needed", f"-L{self._folder.name}", *(f"-l:{library}" for library in libraries)]
+                built = _build(name, str(path), folder, library_dirs, include_dirs, [], flags)
                 cache.put(Path(built).read_bytes(), file, binary=True)
         return SimpleNamespace(launch=None)
