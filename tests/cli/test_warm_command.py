@@ -126,3 +126,26 @@ def test_launch_stubs_name_the_driver_whatever_the_compiler_leaves_out(monkeypat
     for stub in stubs:
         needed = subprocess.run(["readelf", "-d", str(stub)], capture_output=True, text=True, check=True).stdout
         assert re.search(r"NEEDED.*libcuda\.so\.1", needed), needed
+
+
+def test_composites_are_warmed_as_a_start_binds_them(model: Path) -> None:
+    """On a card, sums and gates are part of the products: so they must be when the kernels are gathered without one."""
+    pytest.importorskip("triton")
+    from hexad import compose
+    from hexad.cli.warm import _assumed
+    from hexad.common.config import HexadConfig
+    from hexad.engine.warm import run_steps
+    from hexad.hardware.machine import read_machine
+    from hexad.operators.triton import ahead
+    from hexad.operators.triton.launch import Target
+    from hexad.orchestration.decide import resolve
+
+    config = HexadConfig().with_values({"model.model": str(model), "scheduler.max_num_seqs": 2})
+    opened = compose.open_model(config)
+    config, _ = resolve(config, opened.spec, _assumed(read_machine(), 90))
+    assert opened.path is not None
+    with ahead.gathering(Target(90, 132, "a card")) as jobs:
+        run_steps(config, opened.spec, opened.path)
+    products = [job.launcher._constants for job in jobs.values() if "RESIDUAL" in job.launcher._constants]
+    assert any(constants["RESIDUAL"] for constants in products)
+    assert any(constants.get("ACTIVATION") for constants in products)

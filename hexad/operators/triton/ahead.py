@@ -62,14 +62,19 @@ def gathering(on: Target) -> Iterator[dict[tuple[Any, ...], Job]]:
     def gather(launcher: Launcher, grid: Grid, args: tuple[Any, ...]) -> None:
         jobs.setdefault((launcher.variant, *map(_kind, args)), Job(launcher, grid, args))
 
-    plain = registry.bind
+    asked = {name: _on_card(getattr(registry, name)) for name in ("bind", "explain")}  # composites are explained before they are bound
+    with assuming(on, gather), patch.multiple(registry, **asked):
+        yield jobs
 
-    def bind(op: str, args: Any, prefer: Any = None) -> Any:
+
+def _on_card(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`plain(op, args, prefer)` of the registry, for tensors on "meta" as if they were on the card."""
+
+    def ask(op: str, args: Any, prefer: Any = None) -> Any:
         on_card = replace(args, device_type="cuda") if getattr(args, "device_type", "") == "meta" else args
         return plain(op, on_card, prefer)
 
-    with assuming(on, gather), patch.object(registry, "bind", bind):
-        yield jobs
+    return ask
 
 
 def _kind(argument: Any) -> Any:
