@@ -62,8 +62,8 @@ def gathering(on: Target) -> Iterator[dict[tuple[Any, ...], Job]]:
     def gather(launcher: Launcher, grid: Grid, args: tuple[Any, ...]) -> None:
         jobs.setdefault((launcher.variant, *map(_kind, args)), Job(launcher, grid, args))
 
-    asked = {name: _on_card(getattr(registry, name)) for name in ("bind", "explain")}  # composites are explained before they are bound
-    with assuming(on, gather), patch.multiple(registry, **asked):
+    bind, explain = _on_card(registry.bind), _on_card(registry.explain)  # composites are explained before they are bound
+    with assuming(on, gather), patch.object(registry, "bind", bind), patch.object(registry, "explain", explain):
         yield jobs
 
 
