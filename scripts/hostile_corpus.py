@@ -95,7 +95,9 @@ def judge(attack: Shot, answer: Answer) -> str | None:
         return f"{status} without an error object: {answer.body[:300]!r}"
     if not error["message"] or len(error["message"]) > 2_000:
         return f"{status} with a message of {len(error['message'])} characters"
-    leaks = [word for word in ("Traceback", "{%", "site-packages", "object at 0x", "pydantic") if word in error["message"]]
+    sent = b"".join(attack.pieces)  # a message may quote what it refuses
+    words = ("Traceback", "{%", "site-packages", "object at 0x", "pydantic")
+    leaks = [word for word in words if word in error["message"] and word.encode() not in sent]
     return f"{status} whose message shows {leaks}" if leaks else None
 
 

@@ -9,9 +9,11 @@ What a step takes beyond its operators is host time and gaps.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from hexad.models.costs import ModelCosts, Rows
 from hexad.models.formats.stored import FORMATS as STORED_FORMATS
 from hexad.operators.registry import Bound, Registry
 
+RANGE = "hexad::"  # what the profiler's ranges of operators begin with
 GAPS_LIMIT = 0.25  # of a step outside operators: then scheduling, not operators, is the first thing to mend
 NEAR_BOUND = 0.6
 WHOLE = ("decoder_stack",)
@@ -67,7 +70,7 @@ class Recorder:
         start = time.perf_counter()
         try:
             if self.on_gpu:
-                with torch.profiler.record_function(f"hexad::{name}"):
+                with torch.profiler.record_function(RANGE + name):
                     result = bound_op.call(*inputs)
             else:
                 result = bound_op.call(*inputs)
@@ -151,14 +154,31 @@ def call_flops(op: str, args: Any, inputs: tuple[Any, ...]) -> float:
 
 
 def device_times(profiler: Any, times: dict[str, OpTime]) -> float:
-    """Put the profiler's device times into `times`; returns the device time of everything."""
+    """Put the kernels' times into `times`, each in the operator during whose call it was launched; returns the device time of everything.
+
+    Sums of torch's own miss kernels that no torch operator launched, which most are here.
+    """
+    events = list(profiler.profiler.kineto_results.events())
+    on_device = [event for event in events if str(event.device_type()).endswith("CUDA") and not event.name().startswith(RANGE)]
+    kernels = {event.correlation_id() for event in on_device}
+    launched = {
+        event.correlation_id(): event.start_ns()
+        for event in events
+        if not str(event.device_type()).endswith("CUDA") and event.correlation_id() in kernels and "Launch" in event.name()
+    }
+    calls = sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns(), event.name().removeprefix(RANGE))
+        for event in events
+        if event.name().startswith(RANGE) and not str(event.device_type()).endswith("CUDA")
+    )
     busy_s = 0.0
-    for event in profiler.key_averages():
-        ours, on_device = event.key.startswith("hexad::"), str(event.device_type).endswith("CUDA")
-        if ours and not on_device and event.key[7:] in times:  # the same name on the device is a range, idle time included
-            times[event.key[7:]].seconds = event.device_time_total / 1e6
-        if on_device and not ours:
-            busy_s += event.self_device_time_total / 1e6
+    for event in on_device:
+        seconds = event.duration_ns() / 1e9
+        busy_s += seconds
+        at = launched.get(event.correlation_id())
+        place = -1 if at is None else bisect_right(calls, at, key=itemgetter(0)) - 1
+        if place >= 0 and at is not None and at <= calls[place][1] and calls[place][2] in times:
+            times[calls[place][2]].seconds += seconds
     return busy_s
 
 

@@ -175,23 +175,42 @@ def test_transformers_reference_agrees_with_itself(tiny):
     assert accuracy.compare_positions(scores, scorer.score(windows))["kl_max"] < 1e-5
 
 
-def test_device_times_count_kernels_and_not_ranges():
+def test_device_times_go_to_the_operator_that_launched_the_kernel():
+    """By the time of the launch, whoever launched it: kernels that torch's operators did not launch count as well."""
     from types import SimpleNamespace
 
     from hexad.bench.profile import OpTime, device_times
 
-    def event(key, device, own, total):
-        return SimpleNamespace(key=key, device_type=f"DeviceType.{device}", self_device_time_total=own, device_time_total=total)
+    def event(device, start, duration, correlation, name):
+        values = {
+            "device_type": f"DeviceType.{device}",
+            "start_ns": start,
+            "duration_ns": duration,
+            "correlation_id": correlation,
+            "name": name,
+        }
+        return SimpleNamespace(**{key: (lambda value=value: value) for key, value in values.items()})
 
     events = [
-        event("hexad::linear/triton", "CPU", 0, 50),
-        event("hexad::linear/triton", "CUDA", 90, 90),  # the range on the device, gaps included
-        event("gemm_kernel", "CUDA", 50, 50),
-        event("argmax_kernel", "CUDA", 7, 7),
+        event("CPU", 100, 50, 0, "hexad::linear/triton"),
+        event("CPU", 110, 3, 0, "aten::mm"),
+        event("CPU", 111, 1, 1, "cudaLaunchKernelExC"),
+        event("CPU", 140, 1, 2, "cuLaunchKernelEx"),
+        event("CUDA", 500, 40_000, 1, "gemm"),
+        event("CUDA", 41_000, 2_000, 2, "finish_kernel"),
+        event("CPU", 200, 20, 0, "hexad::rms_norm/triton"),
+        event("CPU", 205, 1, 3, "cuLaunchKernelEx"),
+        event("CUDA", 43_000, 1_000, 3, "rms_norm_kernel"),
+        event("CUDA", 500, 44_000, 0, "hexad::linear/triton"),  # the range on the device, gaps included
+        event("CPU", 300, 1, 4, "cudaLaunchKernel"),
+        event("CUDA", 44_000, 7_000, 4, "index_kernel"),  # outside operators
+        event("CUDA", 51_000, 3_000, 5, "Memcpy HtoD"),  # its launch was not seen
     ]
-    times = {"linear/triton": OpTime("linear", "triton")}
-    busy_s = device_times(SimpleNamespace(key_averages=lambda: events), times)
-    assert times["linear/triton"].seconds == pytest.approx(50e-6) and busy_s == pytest.approx(57e-6)
+    times = {name: OpTime(*name.split("/")) for name in ("linear/triton", "rms_norm/triton")}
+    profiler = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)))
+    busy_s = device_times(profiler, times)
+    assert times["linear/triton"].seconds == pytest.approx(42e-6) and times["rms_norm/triton"].seconds == pytest.approx(1e-6)
+    assert busy_s == pytest.approx(53e-6)
 
 
 def test_profile_and_kernels_are_drawn(tiny, tmp_path):

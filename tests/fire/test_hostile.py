@@ -82,6 +82,8 @@ def test_the_judge_can_object() -> None:
         Answer(200, stream, b'data: {"error":{"code":"internal_error"}}\n\ndata: [DONE]\n\n'),
     ):
         assert judge(plain, bad), bad
+    quoting = Answer(400, {}, error.replace(b"no", b"unknown value {% x"))
+    assert judge(plain, quoting) and judge(shot("x", b"POST / {% x"), quoting) is None, "what was sent may be quoted"
     names = {attack.name for attack in (*corpus(), *every_field())}
     assert len(names) > 15_000
     assert len({attack.pieces for attack in islice(endless(random.Random(1)), 500)}) > 450
