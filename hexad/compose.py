@@ -242,6 +242,7 @@ def _settings(config: HexadConfig, depth: int) -> SchedulerSettings:
         max_queued_tokens=scheduler.max_queued_tokens,
         depth=depth if scheduler.async_scheduling else 1,
         model_revision=config.model.revision or "",
+        seed=config.model.seed,
     ).check()
 
 

@@ -16,17 +16,25 @@ HEADLINES = {
 
 
 def markdown(results: dict[str, dict[str, Any]]) -> str:
-    """One row a metric (and point of a sweep) of each result."""
-    lines = ["| model | format | load | metric | measured | floor | at |", "|---|---|---|---|---|---|---|"]
-    for result in results.values():
+    """One row a metric (and point of a sweep) of each result, which the last column names."""
+    lines = ["| model | format | load | metric | measured | floor | at | file |", "|---|---|---|---|---|---|---|---|"]
+    for file, result in results.items():
         name = result["load"]["name"] + (" (partial)" if result.get("partial") else "")
         for metric, (heading, digits) in HEADLINES.items():
+            if metric == "ms_per_step" and _waves(result) > 1:
+                continue  # the time over the tokens of one request is no step when others wait for it to end
             for point, value in points(result["metrics"].get(metric)):
                 floor = dict(points((result.get("floors") or {}).get(metric))).get(point)
                 cells = [result["model"], result["format"], name, f"{heading}{f' [{point}]' if point else ''}", f"{value:,.{digits}f}"]
                 cells += [f"{floor:,.{digits}f}", f"{_share(metric, value, floor):.0%}"] if floor and value else ["", ""]
-                lines.append("| " + " | ".join(cells) + " |")
+                lines.append("| " + " | ".join([*cells, file]) + " |")
     return "\n".join(lines)
+
+
+def _waves(result: dict[str, Any]) -> float:
+    """How many times as many requests as can run at once."""
+    at_once = result.get("engine", {}).get("config", {}).get("scheduler", {}).get("max_num_seqs")
+    return (result["load"].get("requests") or 0) / at_once if at_once and result.get("kind") == "offline" else 0
 
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"

@@ -93,7 +93,8 @@ def first_curl(url: str, model: str, *, chat: bool, key: bool) -> str:
     """A command that a newcomer can paste."""
     header = " -H 'Authorization: Bearer KEY'" if key else ""
     if chat:
-        body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+        question = '[{"role": "user", "content": "What is the capital of France?"}]'
+        body = f'{{"model": "{model}", "messages": {question}, "temperature": 0, "max_tokens": 64}}'
         path = "/v1/chat/completions"
     else:
         body, path = f'{{"model": "{model}", "prompt": "The capital of France is", "max_tokens": 16}}', "/v1/completions"

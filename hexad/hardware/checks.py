@@ -80,7 +80,6 @@ def _packages() -> list[Finding]:
     optional = {
         "huggingface_hub": ("models from the hub (hf:)", "pip install 'hexad[hub]'"),
         "matplotlib": ("plots of `hexad bench report`", "pip install 'hexad[bench]'"),
-        "llguidance": ("structured output", "pip install llguidance"),
     }
     for package, (use, command) in optional.items():
         version = _version(package)

@@ -43,7 +43,7 @@ class Intake:
         self._settings = settings
         self._kv = kv
         self._next_rid = 0
-        self._random = random.Random()
+        self._random = random.Random(settings.seed)
         self.drain = DrainRate()
         limit = settings.max_model_len
         self.max_positions = kv.max_positions(limit) if settings.enable_chunked_prefill else min(limit, self._whole_positions())

@@ -24,6 +24,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_tokens: int | None = None  # prompt tokens waiting; None: unbounded
     depth: int = 2  # plans in flight
     model_revision: str = ""  # part of the cache identity
+    seed: int | None = None  # draws the seeds of requests that name none, in the order of their arrival; None: a fresh one
 
     def check(self) -> SchedulerSettings:
         """Raise `ConfigError` for limits that contradict each other; returns self."""

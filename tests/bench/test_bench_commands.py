@@ -244,8 +244,8 @@ def test_table_shows_floor_and_share(tmp_path):
     made = result_of(floors={"tpot_ms": 3.0, "output_tok_s": {"1": 200.0}})
     (tmp_path / "a.json").write_text(json.dumps(made))
     lines = bench("table", str(tmp_path / "a.json")).splitlines()
-    assert "| m | f | W2 | TPOT, ms | 4.00 | 3.00 | 75% |" in lines
-    assert "| m | f | W2 | output tok/s [1] | 100 | 200 | 50% |" in lines
+    assert "| m | f | W2 | TPOT, ms | 4.00 | 3.00 | 75% | a |" in lines
+    assert "| m | f | W2 | output tok/s [1] | 100 | 200 | 50% | a |" in lines
 
 
 def test_floors_take_careful_figures_where_the_registry_has_them():

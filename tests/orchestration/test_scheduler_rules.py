@@ -523,3 +523,12 @@ def test_who_waits_for_a_prefix_goes_on_when_its_owner_ends():
     assert driver.seen[second].finish_reason == "length"
     computed = sum(row.num_tokens for plan in driver.plans for row in plan.rows if row.rid == second and row.start < 41)
     assert computed == 41 - 16, "what the first had computed is shared"
+
+
+def test_the_engines_seed_draws_those_of_requests_that_name_none():
+    def drawn(seed):
+        driver = Driver(layout(64), seed=seed)
+        return [driver.scheduler.get(driver.submit(PROMPT, seed=None)[0]).seed for _ in range(3)]
+
+    assert drawn(5) == drawn(5) != drawn(6)
+    assert drawn(None) != drawn(None) and len(set(drawn(5))) == 3
