@@ -138,7 +138,8 @@ class LineReader:
         self._sock = sock
         self._handle = handle
         self._buffer = memoryview(bytearray(READ_BYTES))
-        self._rest = b""  # of a message that is not complete
+        self._rest = bytearray()  # the beginning of a message that is not complete
+        self._wanted = 0  # bytes without which it cannot be
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(sock.fileno(), self._read)
 
@@ -152,9 +153,16 @@ class LineReader:
         if not count:
             self.close()
             return
-        data = memoryview(self._rest + self._buffer[:count]) if self._rest else self._buffer[:count]
-        end = self._take(data)
-        self._rest = bytes(data[end:]) if end < len(data) else b""
+        data = self._buffer[:count]
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._wanted:
+                return
+            data = memoryview(self._rest)
+        self._rest = bytearray(data[self._take(data) :])
+        self._wanted = HEAD_BYTES
+        if len(self._rest) >= HEAD_BYTES:
+            self._wanted += int.from_bytes(self._rest[:HEAD_BYTES], "little")
 
     def _take(self, data: memoryview) -> int:
         """Handle the whole messages in `data`; returns where they end."""

@@ -266,18 +266,20 @@ class Planner:
     def _is_coming(self, request: Request, found: int) -> bool:
         """A running prompt computes more of what this one begins with than the `found` blocks: better to wait than to compute it twice.
 
-        The wait is short: such a prompt is served before the queue, so all that is left of it is in flight or fills the budget.
+        The wait is short: only for one that is served before it, so all that is left of the other is in flight or fills the budget.
         """
         if not self._filling:
             return False
-        self._filling = [other for other in self._filling if other.status == RUNNING and other.num_done < other.prompt_len]
+        self._filling = [other for other in self._filling if _fills(other)]
         size = self._kv.block_size
-        first, end = found * size, (found + BLOCKS_WORTH_WAITING) * size
+        first, end, key = found * size, (found + BLOCKS_WORTH_WAITING) * size, self._policy.key
         if end >= len(request.ids):
             return False
         for other in self._filling:
             comes = other.num_done < end <= min(other.prompt_len, other.cache_limit_blocks * size) and other.namespace == request.namespace
-            if comes and other.ids[first:end] == request.ids[first:end] and other.ids[:first] == request.ids[:first]:
+            if not comes or key(other) > key(request):
+                continue
+            if other.ids[first:end] == request.ids[first:end] and other.ids[:first] == request.ids[:first]:
                 return True
         return False
 
@@ -323,7 +325,8 @@ class Planner:
         request.known = True
         request.num_cached = request.num_computed = request.num_done = cached
         insort(self.running, request, key=self._policy.rank)
-        if request.num_done < request.prompt_len - 1:
+        if request.cache_limit_blocks and request.num_done < request.prompt_len - 1:
+            self._filling = [other for other in self._filling if _fills(other)]
             self._filling.append(request)
         self._policy.started(request)
         if self._settings.enable_prefix_caching and not request.num_preemptions and not request.want_prompt_logprobs:
@@ -462,3 +465,8 @@ class Planner:
         if request.known:
             request.known = False
             self._forget.append(request.rid)
+
+
+def _fills(request: Request) -> bool:
+    """Its prompt is being computed."""
+    return request.status == RUNNING and request.num_done < request.prompt_len

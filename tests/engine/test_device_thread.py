@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -97,3 +98,21 @@ def test_the_best_on_a_cpu_is_the_best_elsewhere(padded):
     assert torch.equal(found.codes != 0, ~best.isfinite())
     assert torch.equal(logits[:, :40].nan_to_num(9.0).gather(1, found.token_ids[:, None])[:, 0], best.nan_to_num(9.0))
     assert torch.equal(found.token_ids[5:], token_ids[5:])
+
+
+def test_what_the_last_job_held_is_given_when_the_thread_ends():
+    """The order to end may be queued while the job still runs: then no later job gives what it held."""
+    thread, go, given = DeviceThread("last", lambda: None), threading.Event(), threading.Event()
+
+    def job() -> None:
+        go.wait(10)
+        thread.hold(given.set)
+
+    thread.submit(job)
+    closing = threading.Thread(target=thread.close)
+    closing.start()
+    while thread._jobs.empty():
+        time.sleep(0.001)
+    go.set()
+    closing.join(10)
+    assert given.wait(10)

@@ -532,3 +532,27 @@ def test_the_engines_seed_draws_those_of_requests_that_name_none():
 
     assert drawn(5) == drawn(5) != drawn(6)
     assert drawn(None) != drawn(None) and len(set(drawn(5))) == 3
+
+
+@pytest.mark.parametrize("more", [{"enable_prefix_caching": False}, {"prompt_logprobs": 1}], ids=str)
+def test_prompts_that_nobody_waits_for_are_forgotten(more):
+    fields = {key: value for key, value in more.items() if key == "prompt_logprobs"}
+    driver = Driver(layout(64), **{key: value for key, value in more.items() if key not in fields})
+    for i in range(20):
+        driver.run(range(i, i + 30), max_tokens=1, **fields)
+    assert len(driver.scheduler._planner._filling) <= 1
+
+
+def test_nobody_waits_for_a_prompt_that_is_served_after_it():
+    """A better priority would wait as long as third parties keep the worse one waiting."""
+    driver = Driver(layout(6_000), max_model_len=20_000, scheduling_policy="priority", max_num_batched_tokens=64)
+    prefix = list(range(1, 90)) * 2
+    driver.submit([*prefix, 5], priority=5, max_tokens=1)
+    driver.step()
+    driver.submit([7] * 4_000, priority=3, max_tokens=1)
+    driver.step()
+    first = driver.submit([*prefix, 6], priority=0, max_tokens=1)[0]
+    for _ in range(12):
+        driver.step()
+    assert driver.seen[first].ended
+    driver.drain()

@@ -86,3 +86,4 @@ class DeviceThread:
             del job  # a job holds tensors: let go before waiting for the next one
             if self._jobs.empty() or (held is not None and self._held is held):
                 self.give()
+        self.give()  # the job before the end may have held its result
