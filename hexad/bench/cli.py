@@ -147,9 +147,7 @@ def serve(
     output_len: OutputOption = None,
     concurrency: ConcurrencyOption = None,
     request_rate: Annotated[float | None, typer.Option(help="requests a second at random (Poisson) instead of a closed loop")] = None,
-    goodput: Annotated[
-        list[str] | None, typer.Option(help="A limit of good requests, ms (repeatable): ttft:1000, tpot:50 ...")
-    ] = None,
+    goodput: Annotated[list[str] | None, typer.Option(help="A limit of good requests, ms (repeatable): ttft:1000, tpot:50 ...")] = None,
     base_url: UrlOption = None,
     served_model_name: NameOption = None,
     api_key: KeyOption = None,
