@@ -60,9 +60,13 @@ def test_poisson_arrivals(timed_server):
 def test_an_interrupt_hands_over_what_was_finished(timed_server):
     server = timed_server(ttft_s=0.01, itl_s=0.02)
     face = HttpFace(server.url, "stub", 1000)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        face.run([[300]] * 500, 5, concurrency=2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            face.run([[300]] * 500, 5, concurrency=2)
+    finally:
+        signal.signal(signal.SIGINT, before)
     done = [r for r in face.records if r.ok]
     assert 1 <= len(done) < 500
 
