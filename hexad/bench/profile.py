@@ -13,18 +13,17 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Any
 
 import torch
 
+from hexad.bench.spans import RANGE, Span, device_spans, host_spans
 from hexad.hardware.registry import Device
 from hexad.hardware.roofline import Work, bound
 from hexad.models.costs import ModelCosts, Rows
 from hexad.models.formats.stored import FORMATS as STORED_FORMATS
 from hexad.operators.registry import Bound, Registry
 
-RANGE = "hexad::"  # what the profiler's ranges of operators begin with
 GAPS_LIMIT = 0.25  # of a step outside operators: then scheduling, not operators, is the first thing to mend
 NEAR_BOUND = 0.6
 WHOLE = ("decoder_stack",)
@@ -158,28 +157,21 @@ def device_times(profiler: Any, times: dict[str, OpTime]) -> float:
 
     Sums of torch's own miss kernels that no torch operator launched, which most are here.
     """
-    events = list(profiler.profiler.kineto_results.events())
-    on_device = [event for event in events if str(event.device_type()).endswith("CUDA") and not event.name().startswith(RANGE)]
-    kernels = {event.correlation_id() for event in on_device}
-    launched = {
-        event.correlation_id(): event.start_ns()
-        for event in events
-        if not str(event.device_type()).endswith("CUDA") and event.correlation_id() in kernels and "Launch" in event.name()
-    }
-    calls = sorted(
-        (event.start_ns(), event.start_ns() + event.duration_ns(), event.name().removeprefix(RANGE))
-        for event in events
-        if event.name().startswith(RANGE) and not str(event.device_type()).endswith("CUDA")
-    )
-    busy_s = 0.0
-    for event in on_device:
-        seconds = event.duration_ns() / 1e9
+    host, busy_s = host_spans(profiler), 0.0
+    launched = {span.launch: span.start_ns for span in host if span.launch and "Launch" in span.name}
+    calls = sorted((span for span in host if span.name.startswith(RANGE)), key=_start)
+    for span in device_spans(profiler):
+        seconds = (span.end_ns - span.start_ns) / 1e9
         busy_s += seconds
-        at = launched.get(event.correlation_id())
-        place = -1 if at is None else bisect_right(calls, at, key=itemgetter(0)) - 1
-        if place >= 0 and at is not None and at <= calls[place][1] and calls[place][2] in times:
-            times[calls[place][2]].seconds += seconds
+        at = launched.get(span.launch, -1)
+        place = bisect_right(calls, at, key=_start) - 1
+        if place >= 0 and at <= calls[place].end_ns and (name := calls[place].name.removeprefix(RANGE)) in times:
+            times[name].seconds += seconds
     return busy_s
+
+
+def _start(span: Span) -> int:
+    return span.start_ns
 
 
 def decode_window(face: Any, batch: int, prompt: int, steps: int, begin: Callable[[], Any], end: Callable[[], Any]) -> dict[str, Any]:

@@ -8,24 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hexad.bench.profile import decode_window, stream_window
+from hexad.bench.spans import Span, device_spans
 
 LIMIT = 0.03  # of the time: more idle than this between launches is flagged
 TRIMMED = 0.1  # of the window at either end: the profiler starts and stops there
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One kernel or copy on the device."""
-
-    start_ns: int
-    end_ns: int
-    launch: int  # number of the host call that launched it
-    name: str
 
 
 def idle(spans: Iterable[Span]) -> dict[str, Any]:
@@ -64,15 +54,6 @@ def middle(spans: list[Span], trimmed: float = TRIMMED) -> list[Span]:
     low, high = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
     cut = (high - low) * trimmed
     return [span for span in spans if low + cut <= span.start_ns <= high - cut]
-
-
-def device_spans(profiler: Any) -> list[Span]:
-    """What a finished `torch.profiler.profile` saw on the device; ranges that people named are none of it."""
-    found = []
-    for event in profiler.profiler.kineto_results.events():
-        if str(event.device_type()).endswith("CUDA") and event.duration_ns() > 0 and not event.name().startswith("hexad::"):
-            found.append(Span(event.start_ns(), event.start_ns() + event.duration_ns(), event.correlation_id(), event.name()))
-    return found
 
 
 def costliest(spans: Iterable[Span], count: int = 12) -> list[dict[str, Any]]:

@@ -14,14 +14,13 @@ from hexad.engine.executor.local import LocalExecutor
 from hexad.engine.graphs import MAX_PROMPT_TOKENS, row_bucket, token_bucket
 from hexad.engine.kv import KVStorage, kv_groups
 from hexad.engine.plan import KVLayout
+from hexad.engine.sampling.sampler import Sampler
 from hexad.models.build import Model, build_model
 from hexad.models.formats.dummy import DummyHandle, dummy_handles
 from hexad.models.inputs import ForwardInputs, LastTokens
 from hexad.models.loader import WeightStore
 from hexad.models.spec import ModelSpec
-from hexad.operators.args import BestTokenArgs
 from hexad.operators.batch import AttentionBatch
-from hexad.operators.registry import registry
 
 META = torch.device("meta")
 
@@ -72,16 +71,17 @@ def run_steps(config: HexadConfig, spec: ModelSpec, files: Path) -> None:
     )
     blocks = -(-settings.max_model_len // settings.block_size) + 1
     kv = KVStorage(KVLayout(num_blocks=blocks, block_size=settings.block_size, groups=kv_groups(spec)), spec, settings.kv_dtype, META)
+    sampler = Sampler(settings.vocab_size, spec.vocab_size, 1, META, config.device.operators)
     with torch.inference_mode():
         for shape in step_shapes(settings.max_num_seqs, settings.max_batched_tokens):
-            _run(model, kv, shape, settings)
+            _run(model, kv, sampler, shape, settings)
 
 
 def _unwritten(handle: DummyHandle) -> DummyHandle:
     return _Unwritten(handle.name, handle.format, handle.full_shape)
 
 
-def _run(model: Model, kv: KVStorage, shape: StepShape, settings: LocalExecutor) -> None:
+def _run(model: Model, kv: KVStorage, sampler: Sampler, shape: StepShape, settings: LocalExecutor) -> None:
     block_size, max_model_len = settings.block_size, settings.max_model_len
     tokens, rows = shape.decodes + shape.prompt, shape.decodes + (shape.prompt > 0)
     longs = torch.empty(tokens, dtype=torch.int64, device=META)
@@ -102,6 +102,4 @@ def _run(model: Model, kv: KVStorage, shape: StepShape, settings: LocalExecutor)
         queries = replace(batch, slots=longs[:rows], max_query_len=1, num_decodes=rows, scratch={})
         last = (LastTokens(longs[:rows], queries),) * groups
     hidden = model.forward(ForwardInputs(longs, longs, (batch,) * groups, last), kv.layers)
-    scores = model.scores(hidden[:rows])
-    best = BestTokenArgs(settings.vocab_size, scores.dtype, META.type)
-    registry.bind("best_token", best, settings.config.device.operators).call(scores)
+    sampler.take_best(model.scores(hidden[:rows]))

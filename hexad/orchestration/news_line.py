@@ -13,9 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import select
 import socket
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 log = logging.getLogger("hexad.engine")
@@ -72,13 +74,24 @@ class Line:
             else:
                 waiting[0] = waiting[0][sent:]
 
-    def close(self) -> None:
-        """Send what waits, for a moment, and close. What the socket has taken still arrives."""
-        self.sock.settimeout(LINGER_S)
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close, after sending what waits for at most `linger_s`. What the socket has taken still arrives."""
+        deadline = time.monotonic() + linger_s
         with contextlib.suppress(OSError):
-            for part in self._waiting:
-                self.sock.sendall(part)
+            while self._waiting and (left_s := deadline - time.monotonic()) > 0:
+                select.select((), (self.sock,), (), left_s)
+                self.flush()
         self.sock.close()
+
+    @property
+    def is_dead(self) -> bool:
+        """The front end's end is closed; it never says anything after its name."""
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            return True
 
 
 class LineListener:
@@ -89,20 +102,25 @@ class LineListener:
         path = line_path(address)
         self._listener: socket.socket | None = None
         if path is not None:
-            Path(path).unlink(missing_ok=True)
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
+                Path(path).unlink(missing_ok=True)
                 listener.bind(path)
                 listener.listen(MAX_WAITING)
-            except OSError as error:  # a path at the limit of its length: ZeroMQ carries everything
-                log.warning("no line for news at %s (%s)", path, error.strerror)
+            except OSError as error:  # a path at the limit of its length, say: ZeroMQ carries everything
+                log.warning("no line for news at %s (%s)", path, error)
                 listener.close()
                 return
             listener.setblocking(False)
             self._listener = listener
 
-    def accept(self) -> None:
-        """Take in those that have connected: call it when one says hello, which it does after it has connected."""
+    def accept(self, known: Collection[bytes] = ()) -> None:
+        """Take in those that have connected: call it when one says hello, which it does after it has connected.
+
+        Those that have left without ever becoming `known` are let go.
+        """
+        for identity in [identity for identity, line in self.lines.items() if identity not in known and line.is_dead]:
+            self.drop(identity)
         while self._listener is not None:
             try:
                 sock, _ = self._listener.accept()
@@ -125,8 +143,11 @@ class LineListener:
             line.close()
 
     def close(self) -> None:
-        for identity in tuple(self.lines):
-            self.drop(identity)
+        """What waits has `LINGER_S` to leave, for all lines together."""
+        deadline = time.monotonic() + LINGER_S
+        for line in self.lines.values():
+            line.close(max(0.0, deadline - time.monotonic()))
+        self.lines.clear()
         if self._listener is not None:
             self._listener.close()
 

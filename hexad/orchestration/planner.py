@@ -62,6 +62,7 @@ class Planner:
         self.on_admit: Callable[[Request], None] = lambda request: None
         self._forget: list[int] = []  # rids that the executor must drop
         self._filling: list[Request] = []  # admitted, prompt not known to be computed; swept when looked through
+        self._awaited: tuple[int, Request, int] | None = None  # the head that waits, the prompt that it waits for, up to which position
         self._blocked = (-1, 0, 0)  # the head of the queue that found no blocks: its rid, the pages it needs, the step of the try
 
     # -- the plan
@@ -243,7 +244,7 @@ class Planner:
 
     def _admit(self, request: Request, build: _Build) -> bool:
         """Start the waiting request at the head of the queue if the blocks of its whole prompt can be had."""
-        if self._still_blocked(request):
+        if self._still_blocked(request) or self._still_awaits(request):
             return False
         total = len(request.ids)
         path: list[Node] = []
@@ -280,8 +281,19 @@ class Planner:
             if not comes or key(other) > key(request):
                 continue
             if other.ids[first:end] == request.ids[first:end] and other.ids[:first] == request.ids[:first]:
+                self._awaited = request.rid, other, end
                 return True
         return False
+
+    def _still_awaits(self, request: Request) -> bool:
+        """What the head waits for is not there yet: no need to look its prompt up again."""
+        if self._awaited is None or self._awaited[0] != request.rid:
+            return False
+        _, other, end = self._awaited
+        waits = _fills(other) and other.num_done < end and self._policy.key(other) <= self._policy.key(request)
+        if not waits:
+            self._awaited = None
+        return waits
 
     def _still_blocked(self, request: Request) -> bool:
         """A long prompt at the head of the queue is not looked up at every step when the blocks it lacked have not come back."""

@@ -59,8 +59,8 @@ class EngineServer:
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 500)
+        self._listener = LineListener(address)  # before anybody can connect to the other
         self._socket.bind(address)
-        self._listener = LineListener(address)
         self._lagging: set[bytes] = set()  # front ends whose line is full
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -130,7 +130,7 @@ class EngineServer:
         if hello.protocol != PROTOCOL_VERSION:  # the answer names our version: the front end refuses by itself
             log.warning("front end %s speaks protocol %d, this engine %d", front_end.hex(), hello.protocol, PROTOCOL_VERSION)
         else:
-            self._listener.accept()
+            self._listener.accept(self._front_ends)
             self._front_ends.add(front_end)
         self._send(front_end, self._welcome)
 

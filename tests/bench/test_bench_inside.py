@@ -254,7 +254,8 @@ def test_phases_that_do_not_add_up_are_flagged():
 def test_idle_time_is_told_by_launch():
     from types import SimpleNamespace
 
-    from hexad.bench.trace import Span, device_spans, flags, idle, middle
+    from hexad.bench.spans import Span, device_spans
+    from hexad.bench.trace import flags, idle, middle
 
     spans = [Span(0, 100, 1, "a"), Span(90, 150, 1, "b"), Span(160, 200, 1, "c"), Span(240, 300, 2, "a"), Span(250, 260, 3, "copy")]
     found = idle(reversed(spans))

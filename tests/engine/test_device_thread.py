@@ -12,7 +12,8 @@ import torch
 from hexad.engine.executor.device_thread import DeviceThread
 from hexad.engine.executor.steps import LocalPending
 from hexad.engine.plan import StepResult
-from hexad.engine.sampling.sampler import _best_on_cpu
+from hexad.operators.args import BestTokenArgs
+from hexad.operators.best_token import bind_numpy
 
 
 @pytest.fixture
@@ -93,11 +94,11 @@ def test_the_best_on_a_cpu_is_the_best_elsewhere(padded):
     logits[3, 5] = float("inf")
     logits[4, 40:] = 100.0
     best, token_ids = logits[:, :40].max(dim=-1)
-    found = _best_on_cpu(logits.clone(), 40)
-    assert found.codes.dtype == torch.uint8 and found.token_ids.dtype == torch.int64
-    assert torch.equal(found.codes != 0, ~best.isfinite())
-    assert torch.equal(logits[:, :40].nan_to_num(9.0).gather(1, found.token_ids[:, None])[:, 0], best.nan_to_num(9.0))
-    assert torch.equal(found.token_ids[5:], token_ids[5:])
+    ids, codes = bind_numpy(BestTokenArgs(40, torch.float32, "cpu"))(logits.clone())
+    assert codes.dtype == torch.uint8 and ids.dtype == torch.int64
+    assert torch.equal(codes != 0, ~best.isfinite())
+    assert torch.equal(logits[:, :40].nan_to_num(9.0).gather(1, ids[:, None])[:, 0], best.nan_to_num(9.0))
+    assert torch.equal(ids[5:], token_ids[5:])
 
 
 def test_what_the_last_job_held_is_given_when_the_thread_ends():

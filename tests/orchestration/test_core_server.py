@@ -5,83 +5,53 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 import zmq
+from core_here import CONFIG, impatient_core, request, until
 
-from hexad import compose
-from hexad.common.clock import SystemClock
-from hexad.common.config import HexadConfig
 from hexad.common.errors import EngineDeadError, StartupError
-from hexad.common.params import SamplingParams
-from hexad.engine.plan import TokenSegment
-from hexad.orchestration import server as server_module
 from hexad.orchestration.client import EngineClient
-from hexad.orchestration.messages import PROTOCOL_VERSION, Hello, Output, Outputs, Submit, ToClient
-from hexad.orchestration.server import EngineServer
-
-CONFIG = HexadConfig.parse({"model": {"model": "fake"}, "device": {"device": "fake"}, "server": {"log_level": "error"}})
-
-
-def request(request_id: str, max_tokens: int) -> Submit:
-    return Submit(request_id=request_id, prompt=(TokenSegment((1, 2)),), params=SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.01)
+from hexad.orchestration.messages import PROTOCOL_VERSION, Hello, Output, Outputs, ToClient
 
 
 def test_a_front_end_that_stops_reading_loses_its_requests_but_no_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "SEND_QUEUE_FRAMES", 50)
-    engine = compose.build(CONFIG)
-    address = f"ipc://{tmp_path}/core"
-    server = EngineServer(engine.core, engine.welcome, address, SystemClock())
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.RCVHWM, 1)
-    socket.setsockopt(zmq.LINGER, 0)  # a failure must not hold up whoever collects the context
-    socket.connect(address)
-    for message in (Hello(protocol=PROTOCOL_VERSION), request("a", 30_000), request("b", 30_000)):
-        socket.send(msgspec.msgpack.encode(message))
-    until(lambda: engine.core.stats()["generation_tokens_total"] > 0)
-    until(lambda: engine.core.live_requests() == 0, 30.0)  # nobody reads
-    stats = engine.core.stats()
-    assert stats["generation_tokens_total"] < 60_000, "it was given up long before the end"
+    with impatient_core(tmp_path, monkeypatch) as (core, address):
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.RCVHWM, 1)
+        socket.setsockopt(zmq.LINGER, 0)  # a failure must not hold up whoever collects the context
+        socket.connect(address)
+        for message in (Hello(protocol=PROTOCOL_VERSION), request("a", 30_000), request("b", 30_000)):
+            socket.send(msgspec.msgpack.encode(message))
+        until(lambda: core.stats()["generation_tokens_total"] > 0)
+        until(lambda: core.live_requests() == 0, 30.0)  # nobody reads
+        stats = core.stats()
+        assert stats["generation_tokens_total"] < 60_000, "it was given up long before the end"
 
-    items: list[Output] = []
-    decoder = msgspec.msgpack.Decoder(ToClient)
-    while sum(item.finish_reason is not None for item in items) < 2:
-        assert socket.poll(5_000), "the ends are missing"
-        message = decoder.decode(socket.recv())
-        items += message.items if isinstance(message, Outputs) else ()
-    for name in ("a", "b"):
-        mine = [item for item in items if item.request_id == name]
-        assert [item.finish_reason for item in mine if item.finish_reason is not None] == ["abort"]
-        assert mine[-1].finish_reason == "abort"
-    tokens = sum(len(item.token_ids) for item in items)
-    assert tokens == stats["generation_tokens_total"], "no token was lost on the way"
+        items: list[Output] = []
+        decoder = msgspec.msgpack.Decoder(ToClient)
+        while sum(item.finish_reason is not None for item in items) < 2:
+            assert socket.poll(5_000), "the ends are missing"
+            message = decoder.decode(socket.recv())
+            items += message.items if isinstance(message, Outputs) else ()
+        for name in ("a", "b"):
+            mine = [item for item in items if item.request_id == name]
+            assert [item.finish_reason for item in mine if item.finish_reason is not None] == ["abort"]
+            assert mine[-1].finish_reason == "abort"
+        tokens = sum(len(item.token_ids) for item in items)
+        assert tokens == stats["generation_tokens_total"], "no token was lost on the way"
 
-    socket.send(msgspec.msgpack.encode(request("again", 5)))  # it may go on
-    end = None
-    while end is None:
-        assert socket.poll(5_000)
-        message = decoder.decode(socket.recv())
-        end = next((item.finish_reason for item in getattr(message, "items", ()) if item.finish_reason), None)
-    assert end == "length"
-    server.stop.set()
-    thread.join(5.0)
-    server.close()
+        socket.send(msgspec.msgpack.encode(request("again", 5)))  # it may go on
+        end = None
+        while end is None:
+            assert socket.poll(5_000)
+            message = decoder.decode(socket.recv())
+            end = next((item.finish_reason for item in getattr(message, "items", ()) if item.finish_reason), None)
+        assert end == "length"
     context.destroy(linger=0)
 
 

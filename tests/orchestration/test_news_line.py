@@ -6,42 +6,17 @@ import asyncio
 import os
 import random
 import socket
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
+from core_here import CONFIG, impatient_core, request, until
 
-from hexad import compose
-from hexad.common.clock import SystemClock
-from hexad.common.config import HexadConfig
-from hexad.common.params import SamplingParams
-from hexad.engine.plan import TokenSegment
-from hexad.orchestration import server as server_module
 from hexad.orchestration.client import EngineClient
-from hexad.orchestration.messages import PROTOCOL_VERSION, Hello, Output, Outputs, Submit, ToClient
+from hexad.orchestration.messages import PROTOCOL_VERSION, Hello, Output, Outputs, ToClient
 from hexad.orchestration.news_line import Line, LineListener, LineReader, connect_line, line_path
-from hexad.orchestration.server import EngineServer
-
-CONFIG = HexadConfig.parse({"model": {"model": "fake"}, "device": {"device": "fake"}, "server": {"log_level": "error"}})
-
-
-def request(request_id: str, max_tokens: int) -> Submit:
-    return Submit(
-        request_id=request_id,
-        prompt=(TokenSegment((1, 2)),),
-        params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0),
-    )
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.01)
 
 
 def pair() -> tuple[Line, socket.socket]:
@@ -123,6 +98,37 @@ def test_what_connects_and_says_nonsense_is_shut_out(tmp_path: Path) -> None:
     assert good is not None and good.recv(1) == b""
 
 
+def test_who_left_before_its_hello_is_let_go(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/core"
+    listener = LineListener(address)
+    ends = [connect_line(address, bytes([65 + i])) for i in range(3)]
+    listener.accept()
+    for end in ends[:2]:
+        assert end is not None
+        end.close()
+    listener.accept({b"A"})  # that one is the server's to forget
+    assert list(listener.lines) == [b"A", b"C"]
+    listener.close()
+
+
+def test_dropping_one_that_does_not_read_takes_no_time() -> None:
+    """The core loop does it between two steps."""
+    line, theirs = pair()
+    while line.send(bytes(10_000), 400):
+        pass
+    begin = time.monotonic()
+    line.close()
+    assert time.monotonic() - begin < 5 and line.sock.fileno() < 0
+    theirs.close()
+
+
+def test_a_path_that_is_taken_leaves_zeromq(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    address = f"ipc://{tmp_path}/core"
+    Path(line_path(address) or "").mkdir()
+    LineListener(address).close()
+    assert "no line" in caplog.text
+
+
 def test_where_there_is_no_line_zeromq_carries_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert line_path("tcp://127.0.0.1:1") is None and connect_line("tcp://127.0.0.1:1", b"x") is None
     assert connect_line(f"ipc://{tmp_path}/core", b"x") is None
@@ -145,46 +151,38 @@ async def test_a_client_without_a_line_gets_the_same(monkeypatch: pytest.MonkeyP
 
 
 def test_a_front_end_that_does_not_read_its_line_loses_its_requests_but_no_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "SEND_QUEUE_FRAMES", 50)
-    engine = compose.build(CONFIG)
-    address = f"ipc://{tmp_path}/core"
-    server = EngineServer(engine.core, engine.welcome, address, SystemClock())
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    context, identity = zmq.Context(), os.urandom(16)
-    control = context.socket(zmq.DEALER)
-    control.setsockopt(zmq.IDENTITY, identity)
-    control.setsockopt(zmq.LINGER, 0)
-    control.connect(address)
-    line = connect_line(address, identity)
-    assert line is not None
-    for message in (Hello(protocol=PROTOCOL_VERSION), request("a", 30_000), request("b", 30_000)):
-        control.send(msgspec.msgpack.encode(message))
-    until(lambda: engine.core.stats()["generation_tokens_total"] > 0)
-    until(lambda: engine.core.live_requests() == 0, 30.0)  # nobody reads
-    tokens = engine.core.stats()["generation_tokens_total"]
-    assert tokens < 60_000, "it was given up long before the end"
+    with impatient_core(tmp_path, monkeypatch) as (core, address):
+        context, identity = zmq.Context(), os.urandom(16)
+        control = context.socket(zmq.DEALER)
+        control.setsockopt(zmq.IDENTITY, identity)
+        control.setsockopt(zmq.LINGER, 0)
+        control.connect(address)
+        line = connect_line(address, identity)
+        assert line is not None
+        for message in (Hello(protocol=PROTOCOL_VERSION), request("a", 30_000), request("b", 30_000)):
+            control.send(msgspec.msgpack.encode(message))
+        until(lambda: core.stats()["generation_tokens_total"] > 0)
+        until(lambda: core.live_requests() == 0, 30.0)  # nobody reads
+        tokens = core.stats()["generation_tokens_total"]
+        assert tokens < 60_000, "it was given up long before the end"
 
-    line.settimeout(10)
-    decoder, stream, items = msgspec.msgpack.Decoder(ToClient), line.makefile("rb"), list[Output]()
+        line.settimeout(10)
+        decoder, stream, items = msgspec.msgpack.Decoder(ToClient), line.makefile("rb"), list[Output]()
 
-    def read(ends: int) -> None:
-        while sum(item.finish_reason is not None for item in items) < ends:
-            message = decoder.decode(stream.read(int.from_bytes(stream.read(4), "little")))
-            assert isinstance(message, Outputs)
-            items.extend(message.items)
+        def read(ends: int) -> None:
+            while sum(item.finish_reason is not None for item in items) < ends:
+                message = decoder.decode(stream.read(int.from_bytes(stream.read(4), "little")))
+                assert isinstance(message, Outputs)
+                items.extend(message.items)
 
-    read(2)
-    for name in ("a", "b"):
-        assert [item.finish_reason for item in items if item.request_id == name and item.finish_reason is not None] == ["abort"]
-    assert sum(len(item.token_ids) for item in items) == tokens, "no token was lost on the way"
-    control.send(msgspec.msgpack.encode(request("again", 5)))  # it may go on
-    read(3)
-    assert items[-1].finish_reason == "length"
-    control.send(msgspec.msgpack.encode(request("more", 30_000)))
-    line.shutdown(socket.SHUT_RDWR)  # and is gone
-    until(lambda: engine.core.live_requests() == 0)
-    server.stop.set()
-    thread.join(5.0)
-    server.close()
+        read(2)
+        for name in ("a", "b"):
+            assert [item.finish_reason for item in items if item.request_id == name and item.finish_reason is not None] == ["abort"]
+        assert sum(len(item.token_ids) for item in items) == tokens, "no token was lost on the way"
+        control.send(msgspec.msgpack.encode(request("again", 5)))  # it may go on
+        read(3)
+        assert items[-1].finish_reason == "length"
+        control.send(msgspec.msgpack.encode(request("more", 30_000)))
+        line.shutdown(socket.SHUT_RDWR)  # and is gone
+        until(lambda: core.live_requests() == 0)
     context.destroy(linger=0)

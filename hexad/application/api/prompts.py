@@ -9,7 +9,7 @@ from typing import Any
 
 from hexad.application.api.fields import MAX_MESSAGES
 from hexad.application.api.limits import check_text
-from hexad.application.api.schema import ChatRequest, Message
+from hexad.application.api.schema import ChatRequest, Message, TokenizeRequest
 from hexad.application.api.state import ServerState
 from hexad.common.errors import RequestError, UnsupportedError
 
@@ -74,16 +74,16 @@ def checked_ids(state: ServerState, ids: Sequence[int], param: str) -> tuple[int
     return tuple(ids)
 
 
-def prompt_of(state: ServerState, request: ChatRequest) -> Prompt:
-    """The prompt of a chat request, whichever format it came in. See `chat_prompt`."""
+def prompt_of(state: ServerState, request: ChatRequest | TokenizeRequest) -> Prompt:
+    """The prompt of a request with messages, whichever format it came in. See `chat_prompt`."""
     return chat_prompt(
         state,
-        request.messages,
+        request.messages or (),
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         variables=request.chat_template_kwargs,
         add_special_tokens=request.add_special_tokens,
-        whole=request.truncate_prompt_tokens is None,
+        whole=isinstance(request, ChatRequest) and request.truncate_prompt_tokens is None,
     )
 
 

@@ -10,7 +10,7 @@ from hexad.application.api.fields import read
 from hexad.application.api.health import json_response
 from hexad.application.api.job import ignored_header
 from hexad.application.api.logprobs import raw_token, show
-from hexad.application.api.prompts import Prompt, chat_prompt, checked_ids, from_text
+from hexad.application.api.prompts import Prompt, checked_ids, from_text, prompt_of
 from hexad.application.api.schema import DetokenizeRequest, TokenizeRequest
 from hexad.application.api.state import ServerState
 from hexad.common.errors import RequestError
@@ -35,15 +35,7 @@ def _prompt(state: ServerState, request: TokenizeRequest) -> Prompt:
     if request.messages is None:
         assert request.prompt is not None
         return from_text(state, request.prompt, request.add_special_tokens is not False, whole=False)
-    return chat_prompt(
-        state,
-        request.messages,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        variables=request.chat_template_kwargs,
-        add_special_tokens=request.add_special_tokens,
-        whole=False,
-    )
+    return prompt_of(state, request)
 
 
 async def detokenize(state: ServerState, http: Request) -> Response:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -149,8 +148,8 @@ class Sampler:
             max_length: an upper bound of `lengths` that the host knows: penalties read no more of the table.
         """
         batch = self._batch(tuple(slots), masks)
-        if self.device.type == "cpu" and batch.is_plain and logits.dtype == torch.float32:
-            return _best_on_cpu(logits, self.vocab_size)
+        if batch.is_plain:
+            return self.take_best(logits)
         live = self._edit(logits, batch, token_table, lengths, masks, max_length)
         best, token_ids, codes = live.best, live.token_ids, live.codes
         for group in batch.groups:
@@ -286,16 +285,6 @@ class _Live:
 def _rows(logits: Tensor, rows: Tensor) -> Tensor:
     """The named rows; all of them (rows are distinct and ascending) without a copy."""
     return logits if rows.shape[0] == logits.shape[0] else logits[rows]
-
-
-def _best_on_cpu(logits: Tensor, vocab_size: int) -> Sampled:
-    """What `Sampler.take_best` gives. One call of numpy on this thread: torch's `max` and its four small successors took 190 microseconds
-    of a step of one row, and with several rows it waits for threads that other processes have taken off their cores."""
-    live = logits.numpy()[:, :vocab_size]  # [R, V]
-    token_ids = live.argmax(axis=1)  # the first one of equals, a NaN before all else
-    best = live[np.arange(len(live)), token_ids]
-    codes = np.logical_not(np.isfinite(best)).astype(np.uint8) * np.uint8(NOT_FINITE)
-    return Sampled(torch.from_numpy(token_ids), torch.from_numpy(codes), None, (), ())
 
 
 def _codes(best: Tensor) -> Tensor:
