@@ -9,6 +9,7 @@ import typer
 
 from hexad.bench import results
 from hexad.bench.command import CalibrationOption, EngineOption, JsonOption, ModelOption, QuietOption, engine_options, guarded
+from hexad.hardware.machine import read_processor
 
 BatchesOption = Annotated[list[int] | None, typer.Option("--batch", help="batch sizes; may be repeated")]
 
@@ -30,9 +31,9 @@ def startup(
     """Process start to first token, caches of compiled kernels empty and warm (W6); for real files also the disk's own read rate."""
 
     def body() -> None:
+        from hexad.bench.ceilings import note
         from hexad.bench.facts import locate, read_facts
         from hexad.bench.loads import find_load
-        from hexad.bench.session import note
         from hexad.bench.shapes import is_shape
         from hexad.bench.startup import check_phases, disk_read_bytes_s, load_rates, measure_startup, weight_files
         from hexad.hardware.measure import calibrate
@@ -56,6 +57,7 @@ def startup(
             on_gpu = device_of(options) == "cuda"
             result["calibration"] = {"kind": "gpu" if on_gpu else "cpu", **calibrate("cuda" if on_gpu else "cpu", calibration_s)}
             result["device"] = {"name": result["calibration"]["device"]}
+        result["settings"] = {"warm_runs": warm_runs, "options": options}
         finish(result, metrics, json_path)
         for flag in result["flags"]:
             typer.echo(f"  ! {flag}")
@@ -81,9 +83,10 @@ def kernels(
     def body() -> None:
         import torch
 
+        from hexad.bench.ceilings import note
         from hexad.bench.facts import locate, read_facts
         from hexad.bench.kernels import measure_kernels
-        from hexad.bench.session import calibrated_device, note
+        from hexad.bench.session import calibrated_device
         from hexad.hardware.measure import calibrate
 
         if threads:
@@ -93,7 +96,10 @@ def kernels(
         result = results.new_result("kernels", None, spec.name, stored.name)
         note("calibrating", quiet)
         result["calibration"] = {"kind": "gpu" if chosen.type == "cuda" else "cpu", **calibrate(str(chosen), max(calibration_s, 0.05))}
-        result["device"] = {"name": result["calibration"]["device"]}
+        result["device"] = {"name": result["calibration"]["device"], "cores": read_processor().cores}
+        batches, contexts = batch or [1, 8, 64, 256], context or [512, 2048]
+        used = torch.get_num_threads() if chosen.type == "cpu" else None
+        result["settings"] = {"dtype": dtype or spec.dtype, "threads": used, "batch": batches, "context": contexts}
 
         def keep(rows: list[dict[str, Any]]) -> None:
             row = rows[-1]
@@ -104,7 +110,7 @@ def kernels(
         path = locate(model)
         rows = measure_kernels(
             spec, getattr(torch, dtype or spec.dtype), chosen, calibrated_device(result["calibration"]),
-            batches=batch or [1, 8, 64, 256], contexts=context or [512, 2048], ops=op or (), seconds=seconds, save=keep,
+            batches=batches, contexts=contexts, ops=op or (), seconds=seconds, save=keep,
             packed=path if path.suffix == ".gguf" else None,
         )  # fmt: skip
         result["partial"] = False
@@ -141,6 +147,9 @@ def accuracy(
             windows = scoring.cut(ids, window, max_tokens)
             ours = scoring.EngineScorer(llm).score(windows)
             result["engine"] = {"config": llm.config.model_dump(mode="json", exclude={"server"})}
+        result["device"] = {"name": result["engine"]["config"]["device"]["device"]}
+        corpus = text.name if text else None
+        result["settings"] = {"window": window, "max_tokens": max_tokens, "text": corpus, "options": engine_options(option)}
         metrics: dict[str, Any] = {"perplexity": scoring.perplexity(ours), "tokens": sum(len(w) for w in ours)}
         if save is not None:
             scoring.save_run(save, scoring.Saved(spec.name, stored.name, windows, ours))
@@ -174,17 +183,19 @@ def profile(
         import torch
 
         from hexad.bench import profile as profiling
+        from hexad.bench.ceilings import note
         from hexad.bench.facts import read_facts
         from hexad.bench.inprocess import InProcess
-        from hexad.bench.session import calibrated_device, costs_of, note
+        from hexad.bench.session import calibrated_device, costs_of
         from hexad.bench.shapes import is_shape, resolve_model
+        from hexad.bench.verdict import verdict
         from hexad.hardware.measure import calibrate
         from hexad.operators.load import load_operators
 
         if trace:
             traced(model, batch or [256], prompt, steps, engine_options(option), json_path, trace_file, mixed=mixed)
             return
-        options = {"enforce_eager": True, "enable_prefix_caching": False} | engine_options(option)
+        options = {"enable_prefix_caching": False} | engine_options(option)
         if is_shape(model):
             options.setdefault("load_format", "dummy")
         if by_layer:
@@ -195,9 +206,15 @@ def profile(
         note("calibrating", quiet)
         result["calibration"] = {"kind": "gpu" if on_gpu else "cpu", **calibrate("cuda" if on_gpu else "cpu", max(calibration_s, 0.05))}
         calibrated = calibrated_device(result["calibration"])
-        result["device"] = {"name": calibrated.name}
+        result["device"] = {"name": calibrated.name, "cores": read_processor().cores}
+        result["settings"] = {"input_len": prompt, "steps": steps, "by_layer": by_layer, "options": options}
         costs = costs_of(spec, stored, options)
-        for size in batch or [1, 16]:
+        sizes = batch or [1, 16]
+        in_graphs: dict[int, float] = {}
+        if on_gpu and not options.get("enforce_eager"):  # operators are seen without graphs, users run with them: their step counts
+            in_graphs = profiling.plain_steps(resolve_model(model), options, sizes, prompt, steps)
+        options["enforce_eager"] = True
+        for size in sizes:
             recorder = profiling.Recorder(on_gpu, costs)
             with profiling.recording(load_operators(), recorder):
                 face = InProcess(resolve_model(model), options)
@@ -205,8 +222,10 @@ def profile(
                 measured = profiling.profile_decode(face, recorder, size, prompt, steps)
             finally:
                 face.close()
+            if size in in_graphs:
+                measured |= {"step_s": in_graphs[size], "step_s_without_graphs": measured["step_s"]}
             rows = profiling.operator_table(recorder, measured, calibrated, getattr(torch, face.info()["dtype"]))
-            words = profiling.verdict(rows, measured, costs, calibrated)
+            words = verdict(rows, measured, costs, calibrated)
             result["metrics"][str(size)] = measured | {"operators": rows, "verdict": words}
             results.save(result, json_path)
             typer.echo(f"batch {size}, context {measured['context']:.0f}: {measured['step_s'] * 1e3:.3f} ms a step")
@@ -247,6 +266,7 @@ def traced(
     options = {"enable_prefix_caching": False, "max_num_seqs": max(sizes)} | options
     spec, stored = read_facts(model)
     result = results.new_result("trace-mixed" if mixed else "trace", None, spec.name, stored.name)
+    result["settings"] = {"input_len": prompt, "steps": steps, "mixed": mixed, "options": options}
     face = InProcess(resolve_model(model), options)
     found: dict[str, dict[str, Any]] = {}
     try:

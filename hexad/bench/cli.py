@@ -193,7 +193,7 @@ def compare(
     a, b = guarded(lambda: load_result(first)), guarded(lambda: load_result(second))
     unlike = comparing.differences(a, b)
     if unlike and not force:
-        typer.echo("these runs are not alike (--force compares them anyway):", err=True)
+        typer.echo("unlike runs: their ratios would not say which is faster (--force prints them all the same)", err=True)
         for line in unlike:
             typer.echo(f"  {line}", err=True)
         raise typer.Exit(2)

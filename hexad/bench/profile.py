@@ -1,8 +1,8 @@
 """`hexad bench profile`: where a step's time goes, per operator, and which floor to work on.
 
 Operators are wrapped as they are bound, so that each call is known by its name, provider and static arguments. On a CPU a call is timed
-as it is; on a GPU the profiler's device time of the call counts, and the engine runs without graphs (in graphs the calls are
-not seen; `--trace` shows those, see `bench/trace.py`).
+as it is. On a GPU the device time of its kernels counts, from steps without graphs (in graphs the calls are not seen), while the step's
+own time is that of another run, with graphs and without a profiler; `--trace` shows the idle time between its kernels.
 What a step takes beyond its operators is host time and gaps.
 """
 
@@ -24,8 +24,6 @@ from hexad.models.costs import ModelCosts, Rows
 from hexad.models.formats.stored import FORMATS as STORED_FORMATS
 from hexad.operators.registry import Bound, Registry
 
-GAPS_LIMIT = 0.25  # of a step outside operators: then scheduling, not operators, is the first thing to mend
-NEAR_BOUND = 0.6
 WHOLE = ("decoder_stack",)
 _COMPUTE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -239,6 +237,21 @@ def profile_decode(face: Any, recorder: Recorder, batch: int, prompt: int, steps
             "device_busy_s": busy_s / count, "batch": batch, "context": window["context"]}  # fmt: skip
 
 
+def plain_steps(model: str, options: dict[str, Any], sizes: list[int], prompt: int, steps: int) -> dict[int, float]:
+    """Seconds a decode step takes in an engine as users run it, by batch size: not recorded, with graphs where there are graphs."""
+    from hexad.bench.inprocess import InProcess
+
+    face, found = InProcess(model, options), {}
+    try:
+        for size in sizes:
+            for _ in range(2):  # the first run captures
+                window = decode_window(face, size, prompt, steps, lambda: None, lambda: _synchronize(on_gpu=torch.cuda.is_available()))
+            found[size] = window["wall_s"] / window["steps"]
+    finally:
+        face.close()
+    return found
+
+
 class _NoProfiler:
     def __enter__(self) -> None: ...
 
@@ -277,26 +290,3 @@ def operator_table(recorder: Recorder, measured: dict[str, Any], calibrated: Dev
             }
         )
     return sorted(rows, key=lambda row: -float(row["ms_per_step"]))
-
-
-def verdict(rows: list[dict[str, Any]], measured: dict[str, Any], costs: ModelCosts, calibrated: Device) -> list[str]:
-    """In words: what to work on."""
-    step_s = measured["step_s"]
-    gaps = 1 - measured["device_busy_s"] / step_s
-    floor_s = bound(costs.step([Rows(int(measured["batch"]), 1, measured["context"])]), calibrated).time_s
-    lines = [f"a step takes {step_s * 1e3:.3f} ms, its floor is {floor_s * 1e3:.3f} ms: at {floor_s / step_s:.0%}"]
-    if gaps > GAPS_LIMIT:
-        lines.append(f"gaps: {gaps:.0%} of the step is outside operators: work on scheduling, launches and host time before any kernel")
-    far = [row for row in rows if row["share_of_step"] > 0.05 and row["share_of_bound"] < NEAR_BOUND]
-    for row in far[:3]:
-        lines.append(
-            f"operator {row['op']} ({row['provider']}): {row['share_of_step']:.0%} of the step at {row['share_of_bound']:.0%} of its bound "
-            f"({row['binds']}): a better kernel would save up to {(1 - row['share_of_bound']) * row['ms_per_step']:.3f} ms a step"
-        )
-    if gaps <= GAPS_LIMIT and not far:
-        what = "fewer bits (quantise weights or KV) or more tokens a step" if rows and rows[0]["binds"] == "bytes" else "fewer operations"
-        lines.append(f"at the bound: operators are near what the device can do; only {what} will help")
-    return lines
-
-
-Ready = Callable[[], None]

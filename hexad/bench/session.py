@@ -15,7 +15,10 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from hexad.bench import results
+from hexad.bench.ceilings import calibration_of, is_here, note
 from hexad.bench.compare import flatten
 from hexad.bench.faces import Face, Tick
 from hexad.bench.facts import read_facts
@@ -25,7 +28,7 @@ from hexad.bench.planning import compare_with_result
 from hexad.bench.runs import Metrics, Options, Run, RunFailedError
 from hexad.bench.shapes import is_shape, resolve_model
 from hexad.common.errors import HexadError
-from hexad.hardware.machine import read_machine
+from hexad.hardware.machine import read_machine, read_processor
 from hexad.hardware.registry import Device, Figure, match_device
 from hexad.hardware.roofline import impossible
 from hexad.hardware.telemetry import Telemetry
@@ -83,12 +86,18 @@ class Session:
         """
         spec, stored = read_facts(self.target.model)
         self._costs, self._vocab_size = costs_of(spec, stored, self.target.options), spec.vocab_size
-        self._calibration = self._calibrate()
+        base_url = self.target.base_url
+        self._calibration, self._uncalibrated = calibration_of(self.target.options, base_url, self.calibration_s, quiet=self.quiet)
+        if self._uncalibrated:
+            note(f"not calibrated: {self._uncalibrated}", self.quiet)
         made = []
         for load in loads:
             result = results.new_result(self.kind, load, spec.name, self._costs.format.name)
             result["calibration"], result["kv_dtype"] = self._calibration, self._costs.kv_dtype
+            if self._uncalibrated:
+                result["calibration_note"] = self._uncalibrated
             result["duration_s"] = self.options.duration_s
+            result["settings"] = self._settings()
             one = path if path is None or len(loads) == 1 else path.with_name(f"{path.stem}-{load.name}{path.suffix or '.json'}")
             made.append((load, result, one))
         if self.target.spawn:
@@ -148,6 +157,8 @@ class Session:
         info, seen = face.info(), telemetry.summary()
         result["engine"] = info
         result["device"] = {"name": (self._calibration or {}).get("device") or _device_name(info), "telemetry": seen}
+        if "address" not in info or is_here(info["address"]):
+            result["device"]["cores"] = read_processor().cores
         if not result["metrics"]:
             return
         if info["face"] == "in process":
@@ -156,26 +167,22 @@ class Session:
         if info["face"] == "in process" or self.target.spawn:
             result["metrics"]["peak_memory_bytes"] = seen.get("peak_gpu_bytes") or seen["peak_rss_bytes"]
 
-    def _calibrate(self) -> dict[str, Any] | None:
-        if not self.calibration_s or self.target.base_url is not None:
-            return None
-        from hexad.hardware.measure import calibrate
-
-        device = str(self.target.options.get("device") or "auto")
-        if device.startswith("fake"):
-            return None
-        import torch
-
-        on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-        note("calibrating", self.quiet)
-        found = calibrate("cuda" if on_gpu else "cpu", self.calibration_s)
-        return {"kind": "gpu" if on_gpu else "cpu", **found}
-
-
-def note(text: str, quiet: bool = False) -> None:
-    """A line on stderr."""
-    if not quiet:
-        print(text, file=sys.stderr, flush=True)
+    def _settings(self) -> dict[str, Any]:
+        """What the flags made of the run beside its load: two results with other settings are not alike."""
+        options, target = self.options, self.target
+        slo = (
+            {key: value for key, value in msgspec.structs.asdict(options.slo).items() if value is not None}
+            if self.kind == "serve"
+            else None
+        )
+        return {
+            "repeats": options.repeats,
+            "seed": options.seed,
+            "request_rate": options.request_rate,
+            "goodput": slo,
+            "extra_body": target.extra_body,
+            "options": {**target.options},
+        }
 
 
 def costs_of(spec: Any, stored: Any, options: dict[str, Any]) -> ModelCosts:
@@ -191,7 +198,7 @@ def _device_name(info: dict[str, Any]) -> str:
     if "device" in info:
         return str(info["device"])
     host = urlsplit(info["address"]).hostname or ""
-    if host not in ("localhost", "127.0.0.1", "::1"):
+    if not is_here(info["address"]):
         return host
     machine = read_machine()
     return machine.gpus[0].name if machine.gpus else machine.processor.name
@@ -215,6 +222,7 @@ def calibrated_device(calibration: dict[str, Any]) -> Device:
 def _judge(result: dict[str, Any], load: Load, costs: ModelCosts) -> None:
     """Add the floors on the calibrated device, and flag what memory could not have delivered."""
     if not result["calibration"]:
+        result["flags"].append(f"impossible times could not be judged: {result.get('calibration_note', 'no calibration')}")
         return
     device = calibrated_device(result["calibration"])
     limit = result["engine"].get("config", {}).get("scheduler", {}).get("max_num_seqs") or 256
@@ -231,6 +239,8 @@ def impossible_times(result: dict[str, Any], load: Load, costs: ModelCosts) -> l
     read_bytes_s = max(result["calibration"]["read_bytes_s"], device.read_bytes_s.value)
     steps = {1: metrics["tpot_ms"]} if isinstance(metrics.get("tpot_ms"), float) else {}
     steps |= {int(batch): value for batch, value in (metrics.get("ms_per_step") or {}).items()} if load.batch else {}
+    if load.concurrency:  # every stream gets at most one token a step
+        steps |= {int(n): int(n) / rate * 1e3 for n, rate in (metrics.get("output_tok_s") or {}).items() if rate}
     context = load.prompt_tokens + load.output_tokens / 2
     found = []
     for batch, milliseconds in steps.items():

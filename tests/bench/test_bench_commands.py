@@ -55,11 +55,48 @@ def test_serve_without_an_address_runs_in_process(tmp_path):
 def test_serve_against_an_address(tmp_path, timed_server):
     server, path = timed_server(ttft_s=0.05, itl_s=0.01), tmp_path / "r.json"
     bench("serve", "--model", "llama-3.2-1b", "--base-url", server.url, "--concurrency", "2", "--output-len", "6", "--quiet",
-          "--extra-body", '{"cache_salt": "x"}', "--goodput", "ttft:30", "--json", str(path))  # fmt: skip
+          "-o", "device=cpu", "--calibration-s", "0.01", "--extra-body", '{"cache_salt": "x"}', "--goodput", "ttft:30",
+          "--json", str(path))  # fmt: skip
     result = json.loads(path.read_text())
-    assert result["engine"]["address"] == server.url and result["calibration"] is None
+    assert result["engine"]["address"] == server.url
+    assert result["calibration"]["kind"] == "cpu" and result["calibration"]["read_bytes_s"] > 0  # a loopback address: this machine
+    assert result["floors"]["itl_ms"]["2"] > 0 and result["device"]["cores"] >= 1 and result["settings"]["goodput"]["ttft_ms"] == 30
     assert result["metrics"]["ttft_ms"]["2"]["p50"] >= 50 and result["metrics"]["goodput"]["2"] == 0
     assert server.requests[0]["cache_salt"] == "x"
+
+
+def test_a_server_elsewhere_is_not_judged_and_the_result_says_why(tmp_path, timed_server, monkeypatch):
+    from hexad.bench import ceilings
+
+    monkeypatch.setattr(ceilings, "is_here", lambda url: False)
+    server, path = timed_server(ttft_s=0.01, itl_s=0.001), tmp_path / "r.json"
+    output = bench("serve", "--model", "llama-3.2-1b", "--base-url", server.url, "--concurrency", "1", "--output-len", "4",
+                   "--json", str(path))  # fmt: skip
+    result = json.loads(path.read_text())
+    assert result["calibration"] is None and "another machine" in result["calibration_note"]
+    assert "another machine" in output and any("could not be judged" in flag for flag in result["flags"])
+
+
+@pytest.mark.parametrize(
+    ("url", "here"),
+    [("http://127.0.0.1:8000/v1", True), ("http://[::1]:8000", True), ("http://localhost:1", True), ("http://192.0.2.7:8000", False),
+     ("http://127.8.0.1", True), ("http://no-such-host.invalid", False)],
+)  # fmt: skip
+def test_which_addresses_are_of_this_machine(url, here):
+    from hexad.bench.ceilings import is_here
+
+    assert is_here(url) is here
+
+
+def test_streams_that_get_more_than_memory_delivers_are_flagged():
+    spec, stored = read_facts("llama-3.1-8b")
+    calibration = {"kind": "gpu", "device": "NVIDIA H200", "read_bytes_s": 4.48e12, "gemm_flops_s": {"bf16": 684e12}}
+
+    def flags(rate):
+        result = {"calibration": calibration, "metrics": {"output_tok_s": {"16": rate}}}
+        return session.impossible_times(result, find_load("W9").scaled(concurrency=[16]), ModelCosts(spec, stored))
+
+    assert flags(3_000.0) == [] and "impossible" in flags(9_000.0)[0]  # 16 tokens of 16 GB in 1.8 ms
 
 
 def test_an_interrupt_leaves_a_valid_partial_file(tmp_path, scripted_face, monkeypatch):
@@ -133,6 +170,63 @@ def test_compare_prints_ratios_and_says_which_is_better():
     assert {r["better"] for r in ratios(result_of(), result_of())} == {None}
 
 
+def config_of(**changes):
+    config = {"model": {"model": "a", "max_model_len": 512, "dtype": "float32", "quantization": None},
+              "cache": {"kv_cache_dtype": "float32"}, "device": {"threads": 2},
+              "scheduler": {"max_num_seqs": 64, "max_num_batched_tokens": 512},
+              "parallel": {"tensor_parallel_size": 1}}  # fmt: skip
+    for key, value in changes.items():
+        section = next(name for name in config if key in config[name])
+        config[section][key] = value
+    return {"engine": {"face": "in process", "config": config}}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("max_num_seqs", 16), ("max_num_batched_tokens", 256), ("max_model_len", 256), ("dtype", "bfloat16"), ("quantization", "int8"),
+     ("kv_cache_dtype", "int8"), ("threads", 1), ("tensor_parallel_size", 2)],
+)  # fmt: skip
+def test_compare_refuses_other_engine_options_and_names_them(key, value):
+    lines = differences(result_of(**config_of()), result_of(**config_of(**{key: value})))
+    assert len(lines) == 1 and key in lines[0] and str(value) in lines[0] and f"-o {key}=" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"load": {"name": "W2", "requests": 9}}, ["load.requests", "9", "--requests"]),
+        ({"load": {"name": "W2", "input_tokens": [64]}}, ["load.input_tokens", "64", "--input-len"]),
+        ({"settings": {"seed": 3}}, ["settings.seed", "3", "--seed"]),
+        ({"settings": {"options": {"kv_cache_memory_bytes": 5}}}, ["kv_cache_memory_bytes", "5", "-o kv_cache_memory_bytes=5"]),
+        ({"duration_s": 5.0}, ["duration_s", "5.0", "null", "--duration-s"]),
+        ({"device": {"name": "d", "cores": 4}}, ["device.cores", "4", "2"]),
+        ({"engine": {"face": "http"}}, ["engine.face", "http", "in process"]),
+    ],
+)
+def test_compare_refuses_other_settings_and_says_what_to_do(change, words):
+    base = result_of(load={"name": "W2", "requests": 8, "input_tokens": [128]}, duration_s=None, settings={"seed": 0, "options": {}},
+                     device={"name": "d", "cores": 2}, engine={"face": "in process"})  # fmt: skip
+    (line,) = differences(base, {**base, **change, "load": base["load"] | change.get("load", {})})
+    assert all(word in line for word in words), line
+
+
+def test_names_of_files_and_results_of_before_a_field_are_alike():
+    assert not differences(result_of(**config_of()), result_of(**config_of(model="b")))
+    old = result_of(**config_of())
+    del old["engine"]["config"]["parallel"]  # its default in the other: that is what ran
+    assert not differences(old, result_of(**config_of()))
+    assert differences(old, result_of(**config_of(tensor_parallel_size=2)))
+
+
+def test_only_figures_with_a_direction_are_judged():
+    numbers = {"ttft_ms": {"1": {"p50": 1.0, "std": 1.0}}, "kv_footprint_bytes": 1, "weight_bytes": 1, "repeats": 3, "context": 1.0,
+               "serving": {"1": {"std_ttft_ms": 1.0, "mean_ttft_ms": 1.0, "completed": 4, "output_throughput": 1.0}},
+               "idle_share": 0.1}  # fmt: skip
+    doubled = json.loads(json.dumps(numbers), parse_float=lambda x: 2 * float(x), parse_int=lambda x: 2 * int(x))
+    judged = {r["metric"]: r["better"] for r in ratios(result_of(metrics=numbers), result_of(metrics=doubled)) if r["better"] is not None}
+    assert judged == {"ttft_ms.1.p50": False, "serving.1.mean_ttft_ms": False, "serving.1.output_throughput": True, "idle_share": False}
+
+
 @pytest.mark.parametrize(
     "change", [{"model": "n"}, {"format": "g"}, {"load": {"name": "W3"}}, {"device": {"name": "e"}}, {"partial": True}]
 )
@@ -142,7 +236,7 @@ def test_compare_refuses_unlike_runs(change, tmp_path):
         (tmp_path / f"{name}.json").write_text(json.dumps(value))
     paths = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
     refused = run.invoke(app, ["compare", *paths])
-    assert refused.exit_code == 2 and "not alike" in refused.output
+    assert refused.exit_code == 2 and "unlike runs" in refused.output
     assert "1.000x" in bench("compare", *paths, "--force")
 
 

@@ -62,8 +62,8 @@ def test_profile_accounts_for_the_step(tiny, tmp_path):
 
 
 def test_verdict_names_the_floor_to_work_on():
-    from hexad.bench import profile
     from hexad.bench.facts import read_facts
+    from hexad.bench.verdict import verdict
     from hexad.hardware.registry import find_device
     from hexad.models.costs import ModelCosts
 
@@ -73,11 +73,16 @@ def test_verdict_names_the_floor_to_work_on():
 
     def words(busy, share):
         measured = {"step_s": 4e-3, "device_busy_s": busy, "batch": 1, "context": 256.0}
-        return " ".join(profile.verdict([row | {"share_of_bound": share}], measured, costs, device))
+        return " ".join(verdict([row | {"share_of_bound": share}], measured, costs, device))
 
     assert "fewer bits" in words(3.9e-3, 0.95)
     assert "a better kernel" in words(3.9e-3, 0.3) and "fewer bits" not in words(3.9e-3, 0.3)
-    assert words(1e-3, 0.95).count("gaps: 75%") == 1
+    assert words(1e-3, 0.95).count("gaps: 75%") == 1 and "at the bound" not in words(1e-3, 0.95)
+    assert "at the bound" in words(3.9e-3, 0.8) and "a better kernel" not in words(3.9e-3, 0.8)
+    for share in (0.62, 0.79):  # neither far nor near: both
+        said = words(3.9e-3, share)
+        assert "at the bound" not in said and "a better kernel" in said and "fewer bits" in said and f"{share:.0%}" in said
+    assert "gaps: 15%" in words(3.4e-3, 0.95)
 
 
 def test_startup_separates_phases_and_caches(tiny):

@@ -1,0 +1,57 @@
+"""Calibration of what a run measures: the device of an engine in this process, or of a server on this machine; or why there is none."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+
+def note(text: str, quiet: bool = False) -> None:
+    """A line on stderr."""
+    if not quiet:
+        print(text, file=sys.stderr, flush=True)
+
+
+def is_here(base_url: str) -> bool:
+    """Whether the address is of this machine: a loopback address, or a name that stands for nothing else."""
+    host = urlsplit(base_url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        pass
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return bool(found) and all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
+
+
+def calibration_of(
+    options: Mapping[str, Any], base_url: str | None, seconds: float, *, quiet: bool
+) -> tuple[dict[str, Any] | None, str | None]:
+    """(the ceilings that this machine reaches now, why there are none).
+
+    A server at a loopback address is taken to run on this machine's GPU where there is one, unless `options` name the CPU as its device.
+    """
+    device = str(options.get("device") or "auto")
+    if not seconds:
+        return None, "--calibration-s is 0"
+    if base_url is not None and not is_here(base_url):
+        return None, f"the server is on another machine ({urlsplit(base_url).hostname}), whose memory cannot be timed from here"
+    if device.startswith("fake"):
+        return None, "the device is simulated"
+    import torch
+
+    from hexad.hardware.measure import calibrate
+
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    guess = base_url is not None and device == "auto" and on_gpu
+    note("calibrating" + (" this machine's GPU; if the server runs on the processors, say -o device=cpu" if guess else ""), quiet)
+    try:
+        return {"kind": "gpu" if on_gpu else "cpu", **calibrate("cuda" if on_gpu else "cpu", seconds)}, None
+    except torch.OutOfMemoryError:
+        return None, "the server leaves the GPU too little memory to time it: start it with a lower --gpu-memory-utilization"
