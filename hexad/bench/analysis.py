@@ -12,6 +12,15 @@ from hexad.bench.command import CalibrationOption, EngineOption, JsonOption, Mod
 from hexad.hardware.machine import read_processor
 
 BatchesOption = Annotated[list[int] | None, typer.Option("--batch", help="batch sizes; may be repeated")]
+# field of a row -> heading
+_KERNELS = {
+    "op": "operator", "label": "shape", "provider": "provider", "chosen": "chosen", "us": "us", "gb_s": "GB/s", "tflop_s": "TFLOP/s",
+    "share": "of bound",
+}  # fmt: skip
+_PROFILE = {
+    "op": "operator", "provider": "provider", "calls_per_step": "calls/step", "ms_per_step": "ms/step", "share_of_step": "of step",
+    "mb_per_step": "MB/step", "share_of_bound": "of bound", "binds": "binds",
+}  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:
@@ -116,7 +125,7 @@ def kernels(
         result["partial"] = False
         result["metrics"] = {"rows": rows, "us": {f"{r['op']} {r['label']} {r['provider']}": r["us"] for r in rows}}
         results.save(result, json_path)
-        _table(["op", "label", "provider", "chosen", "us", "gb_s", "tflop_s", "share"], rows)
+        _table(_KERNELS, rows)
 
     guarded(body)
 
@@ -229,7 +238,7 @@ def profile(
             result["metrics"][str(size)] = measured | {"operators": rows, "verdict": words}
             results.save(result, json_path)
             typer.echo(f"batch {size}, context {measured['context']:.0f}: {measured['step_s'] * 1e3:.3f} ms a step")
-            _table(["op", "provider", "calls_per_step", "ms_per_step", "share_of_step", "mb_per_step", "share_of_bound", "binds"], rows)
+            _table(_PROFILE, rows)
             for line in words:
                 typer.echo(f"  {line}")
         finish(result, result["metrics"], json_path, quiet=True)
@@ -300,11 +309,18 @@ def finish(result: dict[str, Any], metrics: dict[str, Any], path: Path | None, *
         typer.echo(f"{name:<36} {value:>18,.6g}")
 
 
-def _table(columns: list[str], rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _table(columns: dict[str, str], rows: list[dict[str, Any]]) -> None:
+    from hexad.cli.columns import Column, print_table
 
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*(f"{row[c]:,.3g}" if isinstance(row[c], float) else str(row[c]) for c in columns))
-    Console(width=max(100, Console().width)).print(table)
+    texts = [bool(rows) and isinstance(rows[0][c], str) for c in columns]
+    cells = [[_cell(row[c]) for c in columns] for row in rows]
+    print_table([Column(name, text) for name, text in zip(columns.values(), texts, strict=True)], cells)
+
+
+def _cell(value: Any) -> str:
+    """Three figures that count, and never an exponent."""
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.{2 if abs(value) >= 1 else 3}f}"

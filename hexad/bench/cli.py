@@ -67,6 +67,7 @@ def run_loads(
 def show(result: dict[str, Any]) -> None:
     """The result for people, on stdout."""
     from hexad.bench.compare import flatten
+    from hexad.cli.columns import number
 
     typer.echo(f"{result['load']['name']} {result['model']} {result['format']} on {result['device'].get('name')}")
     shares = {row["metric"].replace("[", ".").rstrip("]"): row["share_of_floor"] for row in result.get("against_floors", [])}
@@ -74,7 +75,7 @@ def show(result: dict[str, Any]) -> None:
         if name.startswith("serving.") or name.split(".")[-1] in ("std", "p90", "p95"):
             continue
         share = f"   at {shares[name]:.0%} of the floor" if name in shares else ""
-        typer.echo(f"  {name:<36} {value:>16,.3f}{share}")
+        typer.echo(f"  {name:<36} {number(value):>16}{share}")
     for flag in result["flags"]:
         typer.echo(f"  ! {flag}")
 
@@ -201,10 +202,14 @@ def compare(
     if as_json:
         typer.echo(json.dumps({"unlike": unlike, "rows": rows}, indent=1))
         return
-    for row in rows:
-        if not row["metric"].startswith("serving."):
-            word = {True: "better", False: "worse", None: ""}[row["better"]]
-            typer.echo(f"{row['metric']:<36} {row['first']:>16,.3f} {row['second']:>16,.3f} {row['ratio']:>8.3f}x {word}")
+    from hexad.cli.columns import Column, number, print_table
+
+    words = {True: "better", False: "worse", None: ""}
+    shown = [row for row in rows if not row["metric"].startswith("serving.")]
+    cells = [[row["metric"], number(row["first"]), number(row["second"]), f"{row['ratio']:.3f}x{words[row['better']]:>7}"] for row in shown]
+    print_table([Column("metric", text=True), *(Column(name) for name in ("first", "second", "ratio"))], cells)
+    if not shown:
+        typer.echo("no number is in both")
 
 
 @app.command()

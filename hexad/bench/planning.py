@@ -119,6 +119,7 @@ def make_plan(request: PlanRequest) -> dict[str, Any]:
         },
         "fits": budget.fits and fitting >= 1 and (request.concurrency is None or fitting >= request.concurrency),
         "context": request.context,
+        "concurrency": request.concurrency,
         "sequences": {"fit": fitting, "tokens": max(budget.kv_bytes, 0) // max(costs.kv_bytes_per_token(), 1)},
         "formats": format_table(request),
     }
@@ -141,12 +142,13 @@ def format_table(request: PlanRequest) -> list[dict[str, Any]]:
     for name in names:
         costs = ModelCosts(request.spec, own if name == own.name else name, request.kv_dtype, request.tp)
         budget = budget_of(request, costs)
+        sequences = budget.sequences(int(costs.kv_bytes(request.context))) if costs.kv_bytes_per_token() else 256
         rows.append(
             {
                 "format": name,
                 "bytes_per_rank": costs.resident_bytes(),
-                "fits": budget.fits,
-                "sequences": budget.sequences(int(costs.kv_bytes(request.context))) if costs.kv_bytes_per_token() else 256,
+                "fits": budget.fits and sequences >= (request.concurrency or 0),
+                "sequences": sequences,
                 "decode_ms": decode_bound(costs, request.device, 1, request.context).time_s * 1e3,
                 **_served_dict(request, name),
             }

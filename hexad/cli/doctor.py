@@ -51,19 +51,20 @@ def measure_ceilings(device: str, seconds: float) -> dict[str, Any]:
 
 
 def _print(machine: Machine, findings: list[Finding], ceilings: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
-    console = Console()
+    from hexad.cli.columns import Column, print_table
+    from hexad.cli.columns import console as make_console
+
+    console = make_console()
     processor = machine.processor
     console.print(f"{machine.operating_system}, Python {machine.python}")
     console.print(f"{processor.name}: {processor.cores} cores, {processor.memory_bytes / 2**30:.1f} GiB")
     for gpu in machine.gpus:
         console.print(f"GPU {gpu.index}: {gpu.name}, {gpu.memory_bytes / 2**30:.1f} GiB, {gpu.sm_clock_mhz} of {gpu.sm_clock_max_mhz} MHz")
-    table = Table("check", "status", "detail", "to mend it")
-    for f in findings:
-        table.add_row(f.name, f"[{_COLOURS[f.status]}]{f.status}[/]", f.detail, f.fix or "")
-    console.print(table)
+    names = ["check", "status", "detail", *(["to mend it"] if any(f.fix for f in findings) else [])]
+    rows = [[f.name, Text(f.status, style=_COLOURS[f.status]), f.detail, f.fix or ""][: len(names)] for f in findings]
+    print_table([Column(name, text=True) for name in names], rows, console)
     if ceilings:
         from hexad.hardware.measure import describe_rates
 

@@ -90,14 +90,17 @@ def _load_of(name: str, result: dict[str, Any] | None) -> Any:
 
 
 def _print(made: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.markup import escape
 
-    console = Console()
+    from hexad.cli.columns import Column, print_table
+    from hexad.cli.columns import console as make_console
+
+    console = make_console()
     weights, kv, memory = made["weights"], made["kv"], made["memory"]
     size = planning.format_bytes
     device = made["device"]
-    console.print(f"[bold]{made['model']}[/] on {made['tp']} x [bold]{device['name']}[/]: {made['parameters'] / 1e9:.2f} B parameters")
+    what = f"[bold]{escape(made['model'])}[/] on {made['tp']} x [bold]{escape(device['name'])}[/]"
+    console.print(f"{what}: {made['parameters'] / 1e9:.2f} B parameters")
     for label in ("memory_bytes", "read_bytes_s"):
         figure = device[label]
         console.print(f"  {label} {figure['value'] / 1e9:,.0f} GB{'/s' if label.endswith('_s') else ''}  [dim]{figure['source']}[/]")
@@ -111,15 +114,18 @@ def _print(made: dict[str, Any]) -> None:
         formats = [row["format"] + ("" if row["served"] else later) for row in made["formats"] if row["fits"]]
         split = made["tp_that_fits"]
         devices = f"{split}{later if split > MAX_DEVICES else ''}" if split else "none"
-        console.print(f"  [red]does not fit[/]; formats that would: {', '.join(formats) or 'none'}; devices that would: {devices}")
+        wanted = made["concurrency"]
+        lack = f"{wanted:,} sequences of {made['context']:,} tokens do not fit" if wanted and fit["fit"] else "does not fit"
+        console.print(f"  [red]{lack}[/]; formats that would: {', '.join(formats) or 'none'}; devices that would: {devices}")
     if "prefill" in made:
-        table = Table("step", "ms", "tok/s", "bound by", "weights", "compute", "KV", "attention", "link")
+        names = ("step", "ms", "tok/s", "bound by", "weights", "compute", "KV", "attention", "link")
+        rows = []
         for row in [{"what": f"prefill {made['prefill']['tokens']}", **made["prefill"]}] + [
             {"what": f"decode x{row['batch']}", **row} for row in made["decode"]
         ]:
             parts = [f"{row[f'{part}_ms']:.3f}" for part in ("weights", "compute", "kv", "attention", "link")]
-            table.add_row(row["what"], f"{row['ms']:.3f}", f"{row['tok_s']:,.0f}", row["binds"], *parts)
-        console.print(table)
+            rows.append([row["what"], f"{row['ms']:.3f}", f"{row['tok_s']:,.0f}", row["binds"], *parts])
+        print_table([Column(name, text=name in ("step", "bound by")) for name in names], rows, console)
     _print_formats(console, made["formats"])
     for name, floors in made.get("loads", {}).items():
         console.print(f"  floor of {name}: {_flat(floors)}")
@@ -130,17 +136,18 @@ def _print(made: dict[str, Any]) -> None:
 
 
 def _print_formats(console: Any, rows: list[dict[str, Any]]) -> None:
-    from rich.table import Table
+    from hexad.cli.columns import Column, print_table
 
-    table = Table("format", "a rank", "fits", "sequences", "decode x1, ms", "served")
+    headings = ("format", "a rank", "fits", "sequences", "decode x1, ms", "served")
+    cells = []
     reasons: dict[str, list[str]] = {}
     for row in rows:
         fits, served = ("yes" if row[key] else "no" for key in ("fits", "served"))
         size = planning.format_bytes(row["bytes_per_rank"])
-        table.add_row(row["format"], size, fits, f"{row['sequences']:,}", f"{row['decode_ms']:.2f}", served)
+        cells.append([row["format"], size, fits, f"{row['sequences']:,}", f"{row['decode_ms']:.2f}", served])
         if not row["served"]:
             reasons.setdefault(row["served_note"], []).append(row["format"])
-    console.print(table)
+    print_table([Column(name, text=name in ("format", "fits", "served")) for name in headings], cells, console)
     for reason, names in reasons.items():
         console.print(f"  not served there by this version: {', '.join(names)}: {reason}")
 
