@@ -161,7 +161,8 @@ class Runner:
             return self._draw(step, decoded.logits, decoded.drawn_index % self.state.table_width, decoded.drawn_index, masks)
         if step.hidden is None or step.device is None:
             return StepOutput(step.host, None, step.prompt_scores)
-        logits = self.model.logits(step.hidden)
+        plain = self.sampler.is_plain(step.host.sampled_slots, masks)
+        logits = self.model.scores(step.hidden) if plain else self.model.logits(step.hidden)
         step.hidden = None
         return self._draw(step, logits, step.device.drawn_positions, step.device.drawn_index, masks)
 

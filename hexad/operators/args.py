@@ -83,6 +83,14 @@ class BestTokenArgs:
 
 
 @dataclass(frozen=True)
+class DrawArgs:
+    """`draw`: a random token for each row."""
+
+    vocab_size: int
+    device_type: str
+
+
+@dataclass(frozen=True)
 class EmbeddingArgs:
     """`embedding`: rows of a table."""
 

@@ -13,10 +13,10 @@ from sampling_reference import distribution, edited, logprobs, ranking
 from hexad.common.errors import RequestError
 from hexad.common.params import SamplingParams
 from hexad.engine.plan import NewRequest, TokenSegment
-from hexad.engine.sampling import filters
 from hexad.engine.sampling.logprobs import prompt_logprobs
 from hexad.engine.sampling.sampler import Sampler
-from hexad.engine.sampling.weights import draw
+from hexad.operators import draw as draw_operator
+from hexad.operators.token_weights import draw
 
 INF = math.inf
 TABLE_WIDTH = 40
@@ -409,13 +409,13 @@ def test_a_nucleus_larger_than_the_guess_gives_what_ranking_everything_gives(rng
     rows = [(SamplingParams(temperature=t, top_p=p, top_k=k, seed=i, min_p=m), [1], []) for i, (t, p, k, m) in enumerate(options)]
     case = Case(vocab, vocab, rows)
     logits = torch.randint(-8, 8, (len(rows), vocab)).float() / 4  # many ties
-    monkeypatch.setattr(filters, "NUCLEUS_GUESSES", guesses)
+    monkeypatch.setattr(draw_operator, "NUCLEUS_GUESSES", guesses)
     guessed = case.probabilities(logits)
     drawn = case.sample(logits).token_ids
     for row, (params, _, _) in enumerate(rows):
         assert_distribution(guessed[row], logits[row].double().numpy(), params)
         assert case.sample(logits[row : row + 1], [row]).token_ids == [drawn[row]]
-    monkeypatch.setattr(filters, "NUCLEUS_GUESSES", ())
+    monkeypatch.setattr(draw_operator, "NUCLEUS_GUESSES", ())
     assert (case.probabilities(logits) == guessed).all()
     assert case.sample(logits).token_ids == drawn
 

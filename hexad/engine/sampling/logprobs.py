@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hexad.engine.plan import TokenLogprobs
-from hexad.engine.sampling import weights as w
+from hexad.operators import token_weights as w
 
 
 class LogprobTensors(NamedTuple):

@@ -22,7 +22,8 @@ from hexad.engine.sampling.edits import Edit, History, apply_masks, make_edits
 from hexad.engine.sampling.filters import DrawGroup, make_groups
 from hexad.engine.sampling.logprobs import LogprobTensors, gather_in_blocks, to_token_logprobs
 from hexad.engine.sampling.slots import SlotState, make_state
-from hexad.operators.args import BestTokenArgs
+from hexad.operators.args import BestTokenArgs, DrawArgs
+from hexad.operators.draw import kept
 from hexad.operators.load import load_operators
 from hexad.operators.registry import Kernel
 
@@ -113,6 +114,7 @@ class Sampler:
         self._batches: dict[tuple[tuple[int, ...], tuple[int, ...]], _Batch] = {}
         self._operators = operators
         self._best_token: dict[torch.dtype, Kernel] = {}
+        self._draw: Kernel = load_operators().bind("draw", DrawArgs(vocab_size, self.device.type), operators).call
         self._group_rows = max(1, _GROUP_ELEMENTS.get(self.device.type, 2**22) // vocab_size)
 
     def add(self, slot: int, request: NewRequest) -> None:
@@ -154,7 +156,7 @@ class Sampler:
         best, token_ids, codes = live.best, live.token_ids, live.codes
         for group in batch.groups:
             uniforms = rng.uniform(group.keys, positions[group.rows])
-            token_ids[group.rows] = group.draw(_rows(live.logits, group.rows), best[group.rows], uniforms)
+            token_ids[group.rows] = self._draw(_rows(live.logits, group.rows), best[group.rows], group.options, uniforms)
         logprobs = None
         if batch.logprob_index is not None:
             index = batch.logprob_index
@@ -188,8 +190,8 @@ class Sampler:
         result = torch.zeros(live.logits.shape, dtype=torch.float64, device=live.logits.device)
         result.scatter_(1, live.token_ids[:, None], 1.0)
         for group in batch.groups:
-            kept, ids = group.kept(_rows(live.logits, group.rows), live.best[group.rows])
-            shares = kept.to(torch.float64) / kept.sum(dim=-1, keepdim=True)
+            weights, ids = kept(_rows(live.logits, group.rows), live.best[group.rows], group.options)
+            shares = weights.to(torch.float64) / weights.sum(dim=-1, keepdim=True)
             if ids is None:
                 result[group.rows] = shares
             else:
