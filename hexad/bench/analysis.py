@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from hexad.bench import results
-from hexad.bench.command import CalibrationOption, EngineOption, JsonOption, ModelOption, QuietOption, engine_options, guarded
+from hexad.bench.command import CalibrationOption, EngineOption, JsonOption, ModelOption, QuietOption, chosen_model, engine_options, guarded
 from hexad.hardware.machine import read_processor
 
 BatchesOption = Annotated[list[int] | None, typer.Option("--batch", help="batch sizes; may be repeated")]
@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
 
 
 def startup(
-    model: ModelOption,
+    model: ModelOption = None,
     json_path: JsonOption = None,
     option: EngineOption = None,
     warm_runs: Annotated[int, typer.Option(help="starts with warm caches; the median counts")] = 2,
@@ -40,6 +40,7 @@ def startup(
     """Process start to first token, caches of compiled kernels empty and warm (W6); for real files also the disk's own read rate."""
 
     def body() -> None:
+        name = chosen_model(model, quiet)
         from hexad.bench.ceilings import note
         from hexad.bench.facts import locate, read_facts
         from hexad.bench.loads import find_load
@@ -48,10 +49,10 @@ def startup(
         from hexad.hardware.measure import calibrate
 
         options = engine_options(option)
-        if is_shape(model):
+        if is_shape(name):
             options.setdefault("load_format", "dummy")
-        spec, stored = read_facts(model)
-        path = locate(model)
+        spec, stored = read_facts(name)
+        path = locate(name)
         result = results.new_result("startup", find_load("W6"), spec.name, stored.name)
         files = [] if options.get("load_format") == "dummy" else weight_files(path)
         if files:
@@ -75,7 +76,7 @@ def startup(
 
 
 def kernels(
-    model: ModelOption,
+    model: ModelOption = None,
     json_path: JsonOption = None,
     batch: BatchesOption = None,
     context: Annotated[list[int] | None, typer.Option(help="context lengths of attention; may be repeated")] = None,
@@ -90,6 +91,7 @@ def kernels(
     """Each operator's providers at the model's shapes: microseconds, bandwidth, and the share of the bound."""
 
     def body() -> None:
+        name = chosen_model(model, quiet)
         import torch
 
         from hexad.bench.ceilings import note
@@ -100,7 +102,7 @@ def kernels(
 
         if threads:
             torch.set_num_threads(threads)
-        spec, stored = read_facts(model)
+        spec, stored = read_facts(name)
         chosen = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device)
         result = results.new_result("kernels", None, spec.name, stored.name)
         note("calibrating", quiet)
@@ -116,7 +118,7 @@ def kernels(
             result["metrics"] = {"rows": rows}
             results.save(result, json_path)
 
-        path = locate(model)
+        path = locate(name)
         rows = measure_kernels(
             spec, getattr(torch, dtype or spec.dtype), chosen, calibrated_device(result["calibration"]),
             batches=batches, contexts=contexts, ops=op or (), seconds=seconds, save=keep,
@@ -131,7 +133,7 @@ def kernels(
 
 
 def accuracy(
-    model: ModelOption,
+    model: ModelOption = None,
     json_path: JsonOption = None,
     reference: Annotated[str, typer.Option(help="transformers, none, or a file written by --save")] = "transformers",
     text: Annotated[Path | None, typer.Option(help="a text file (default: a small public-domain text in the package)")] = None,
@@ -143,12 +145,13 @@ def accuracy(
     """Perplexity, KL and top-1 agreement against a reference."""
 
     def body() -> None:
+        name = chosen_model(model)
         from hexad.bench import accuracy as scoring
         from hexad.bench.facts import locate, read_facts
         from hexad.llm import LLM
 
-        spec, stored = read_facts(model)
-        path = locate(model)
+        spec, stored = read_facts(name)
+        path = locate(name)
         result = results.new_result("accuracy", None, spec.name, stored.name)
         earlier = None if reference in ("transformers", "none") else scoring.load_run(Path(reference))
         with LLM(str(path), **engine_options(option)) as llm:
@@ -173,7 +176,7 @@ def accuracy(
 
 
 def profile(
-    model: ModelOption,
+    model: ModelOption = None,
     json_path: JsonOption = None,
     batch: BatchesOption = None,
     prompt: Annotated[int, typer.Option("--input-len", help="prompt tokens")] = 128,
@@ -189,6 +192,7 @@ def profile(
     """Where a decode step's time goes, by operator, and in words what to work on."""
 
     def body() -> None:
+        name = chosen_model(model, quiet)
         import torch
 
         from hexad.bench import profile as profiling
@@ -202,15 +206,15 @@ def profile(
         from hexad.operators.load import load_operators
 
         if trace:
-            traced(model, batch or [256], prompt, steps, engine_options(option), json_path, trace_file, mixed=mixed)
+            traced(name, batch or [256], prompt, steps, engine_options(option), json_path, trace_file, mixed=mixed)
             return
         options = {"enable_prefix_caching": False} | engine_options(option)
-        if is_shape(model):
+        if is_shape(name):
             options.setdefault("load_format", "dummy")
         if by_layer:
             options["operators"] = {**dict.fromkeys(profiling.WHOLE, "torch"), **options.get("operators", {})}
         on_gpu = device_of(options) == "cuda"
-        spec, stored = read_facts(model)
+        spec, stored = read_facts(name)
         result = results.new_result("profile", None, spec.name, stored.name)
         note("calibrating", quiet)
         result["calibration"] = {"kind": "gpu" if on_gpu else "cpu", **calibrate("cuda" if on_gpu else "cpu", max(calibration_s, 0.05))}
@@ -221,12 +225,12 @@ def profile(
         sizes = batch or [1, 16]
         in_graphs: dict[int, float] = {}
         if on_gpu and not options.get("enforce_eager"):  # operators are seen without graphs, users run with them: their step counts
-            in_graphs = profiling.plain_steps(resolve_model(model), options, sizes, prompt, steps)
+            in_graphs = profiling.plain_steps(resolve_model(name), options, sizes, prompt, steps)
         options["enforce_eager"] = True
         for size in sizes:
             recorder = profiling.Recorder(on_gpu, costs)
             with profiling.recording(load_operators(), recorder):
-                face = InProcess(resolve_model(model), options)
+                face = InProcess(resolve_model(name), options)
             try:
                 measured = profiling.profile_decode(face, recorder, size, prompt, steps)
             finally:

@@ -29,6 +29,7 @@ from hexad.bench.command import (
     RequestsOption,
     SeedOption,
     UrlOption,
+    chosen_model,
     engine_options,
     guarded,
 )
@@ -39,7 +40,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="Measure spee
 def run_loads(
     kind: str,
     default_loads: list[str],
-    model: str,
+    model: str | None,
     loads: list[str] | None,
     path: Path | None,
     *,
@@ -52,11 +53,15 @@ def run_loads(
     """The body of every command that runs loads."""
     from hexad.bench.loads import find_load
     from hexad.bench.runs import Options
-    from hexad.bench.session import Session, Target
+    from hexad.bench.session import Session, Target, served_default
 
     def body() -> None:
-        chosen = [find_load(name).scaled(**scaling) for name in loads or default_loads]
-        session = Session(Target(model, **target), Options(**options), calibration_s, quiet, kind)
+        if model is None and target["base_url"] is not None:
+            name = served_default(target["base_url"], target["served_model_name"], target["api_key"])
+        else:
+            name = chosen_model(model, quiet)
+        chosen = [find_load(load).scaled(**scaling) for load in loads or default_loads]
+        session = Session(Target(name, **target), Options(**options), calibration_s, quiet, kind)
         made = session.run(chosen, path)
         for result in made:
             show(result)
@@ -82,7 +87,7 @@ def show(result: dict[str, Any]) -> None:
 
 @app.command()
 def offline(
-    model: ModelOption,
+    model: ModelOption = None,
     load: LoadOption = None,
     json_path: JsonOption = None,
     duration_s: DurationOption = None,
@@ -110,7 +115,7 @@ def offline(
 
 @app.command()
 def latency(
-    model: ModelOption,
+    model: ModelOption = None,
     load: LoadOption = None,
     json_path: JsonOption = None,
     duration_s: DurationOption = None,
@@ -139,7 +144,7 @@ def latency(
 
 @app.command()
 def serve(
-    model: ModelOption,
+    model: ModelOption = None,
     load: LoadOption = None,
     json_path: JsonOption = None,
     duration_s: DurationOption = None,

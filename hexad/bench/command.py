@@ -10,10 +10,18 @@ from typing import Annotated, Any
 
 import typer
 
+from hexad.common.config import DEFAULT_MODEL
 from hexad.common.errors import ConfigError, HexadError
 from hexad.common.presets import find_preset
 
-ModelOption = Annotated[str, typer.Option("--model", help="folder, .gguf file, source, or shape such as llama-3.1-8b (dummy weights)")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help=f"folder, .gguf file, source, or shape such as llama-3.1-8b (dummy weights); default, as of `hexad serve`: {DEFAULT_MODEL}",
+        show_default=False,
+    ),
+]
 LoadOption = Annotated[list[str] | None, typer.Option("--load", help="W1 to W9; may be repeated")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="write the result here (with several loads: FILE-W1.json, ...)")]
 DurationOption = Annotated[float | None, typer.Option("--duration-s", help="steady state for so long, instead of the whole load")]
@@ -44,6 +52,13 @@ def guarded(action: Callable[[], Any]) -> Any:
     except HexadError as error:
         typer.echo(error.message, err=True)
         raise typer.Exit(getattr(error, "exit_code", 1)) from None
+
+
+def chosen_model(model: str | None, quiet: bool = False) -> str:
+    """`model`, or the one that `hexad serve` takes without a name, which is said."""
+    if model is None and not quiet:
+        print(f"no --model: {DEFAULT_MODEL}, as `hexad serve` takes without one", file=sys.stderr)
+    return DEFAULT_MODEL if model is None else model
 
 
 def engine_options(items: list[str] | None, profile: str | None = None) -> dict[str, Any]:

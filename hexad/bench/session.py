@@ -27,7 +27,8 @@ from hexad.bench.loads import Load
 from hexad.bench.planning import compare_with_result
 from hexad.bench.runs import Metrics, Options, Run, RunFailedError
 from hexad.bench.shapes import is_shape, resolve_model
-from hexad.common.errors import HexadError
+from hexad.common.config import DEFAULT_MODEL
+from hexad.common.errors import ConfigError, HexadError
 from hexad.hardware.machine import read_machine, read_processor
 from hexad.hardware.registry import Device, Figure, match_device
 from hexad.hardware.roofline import impossible
@@ -183,6 +184,25 @@ class Session:
             "extra_body": target.extra_body,
             "options": {**target.options},
         }
+
+
+def served_default(base_url: str, served_name: str | None, api_key: str | None) -> str:
+    """The default model, when that is what the address serves; prompts and floors are those of a model, so another one must be named.
+
+    Raises:
+        ConfigError: it serves something else, or does not answer.
+    """
+    from hexad.bench.httpface import HttpFace
+
+    name = HttpFace(base_url, served_name, 1, api_key=api_key).model
+    known = read_facts(DEFAULT_MODEL)[0].name
+    if not name.startswith(known):  # llama.cpp says the file's name
+        raise ConfigError(
+            f"--base-url needs --model, whose lengths and floors count: the address serves {name!r}; name its folder, file, source or "
+            f"shape, such as --model llama-3.1-8b (only {known} is known without: {DEFAULT_MODEL})"
+        )
+    note(f"no --model: the address serves {name}, which is {DEFAULT_MODEL}")
+    return DEFAULT_MODEL
 
 
 def costs_of(spec: Any, stored: Any, options: dict[str, Any]) -> ModelCosts:

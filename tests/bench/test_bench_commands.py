@@ -77,6 +77,26 @@ def test_a_server_elsewhere_is_not_judged_and_the_result_says_why(tmp_path, time
     assert "another machine" in output and any("could not be judged" in flag for flag in result["flags"])
 
 
+def test_the_default_model_is_that_of_serve_and_is_said(capsys):
+    from hexad.bench.command import chosen_model
+    from hexad.common.config import DEFAULT_MODEL
+
+    assert chosen_model(None) == DEFAULT_MODEL and DEFAULT_MODEL in capsys.readouterr().err
+    assert chosen_model("x") == "x" and not capsys.readouterr().err
+    for command in ("offline", "latency", "serve", "startup", "kernels", "profile", "accuracy"):
+        text = run.invoke(app, [command, "--help"], env={"COLUMNS": "300", "TERM": "dumb"}).output
+        line = next(line for line in text.splitlines() if "--model" in line)
+        assert DEFAULT_MODEL in text and "required" not in line
+
+
+def test_an_address_needs_a_model_unless_it_serves_the_default(timed_server, monkeypatch):
+    spec, stored = read_facts("llama-3.2-1b")
+    monkeypatch.setattr(session, "read_facts", lambda model: (spec, stored))
+    assert session.served_default(timed_server(models=("llama-3.2-1b.gguf",)).url, None, None) == session.DEFAULT_MODEL
+    with pytest.raises(ConfigError, match=r"--base-url needs --model.*'other'.*--model llama-3.1-8b"):
+        session.served_default(timed_server(models=("other",)).url, None, None)
+
+
 @pytest.mark.parametrize(
     ("url", "here"),
     [("http://127.0.0.1:8000/v1", True), ("http://[::1]:8000", True), ("http://localhost:1", True), ("http://192.0.2.7:8000", False),

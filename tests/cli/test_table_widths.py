@@ -76,7 +76,8 @@ def test_compare_and_table(width, tmp_path):
 
     for name, factor in (("a", 1), ("b", 2)):
         result = {"kind": "latency", "load": {"name": "W2"}, "model": "m", "format": "f", "device": {"name": "d"}, "partial": False,
-                  "metrics": {"kv_footprint_bytes": 116_844_920_832 * factor, "ttft_ms": {"8192": {"p99": 1234.5678 * factor}}}}  # fmt: skip
+                  "metrics": {"kv_footprint_bytes": 116_844_920_832 * factor,
+                              "ttft_ms": {"8192": {"p50": 1234.5678 * factor}}}}  # fmt: skip
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
     paths = [str(tmp_path / f"{name}.json") for name in "ab"]
     text = invoke(app, ["compare", *paths], width)

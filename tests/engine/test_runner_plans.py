@@ -270,6 +270,25 @@ def test_no_memory_for_one_block_is_an_error_with_the_sum(reference, folder):
     executor.close()
 
 
+def test_a_pool_larger_than_the_memory_is_refused_and_the_value_that_is_advised_works(reference, folder, monkeypatch):
+    monkeypatch.setattr("hexad.engine.executor.local.memory_bytes", lambda device: (3 * 2**30, 4 * 2**30))
+
+    def executor_of(size):
+        config = HexadConfig.parse({"cache": {"kv_cache_memory_bytes": size, "block_size": SIZE}})
+        executor = LocalExecutor(config, read_spec(folder), folder)
+        executor.load()
+        return executor
+
+    executor = executor_of(3 * 2**30 + 1)
+    with pytest.raises(OutOfMemoryError, match=r"3221225473 .*3\.00 of 4\.00 GiB free.*at most (\d+)MiB") as refused:
+        executor.kv_bytes()
+    executor.close()
+    advised = int(refused.value.message.split("at most ")[1].removesuffix("MiB")) * 2**20
+    executor = executor_of(advised)
+    assert executor.kv_bytes().available_bytes == advised
+    executor.close()
+
+
 def test_bad_devices_and_dtypes_are_named(reference, folder):
     spec = read_spec(folder)
     for values, text in (

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_MAX_NUM_SEQS = 64
 DEFAULT_MAX_BATCHED_TOKENS = 2_048
+FIXED_SHARE = 0.9  # of free memory: the largest pool that is advised, since steps need some as well
 CPU_SHARE = 0.5  # of free memory for KV on a CPU, when the configuration names no size: the machine has other work
 
 
@@ -137,6 +138,7 @@ class LocalExecutor:
     def _breakdown(self) -> dict[str, int]:
         fixed = self.config.cache.kv_cache_memory_bytes
         if fixed is not None:
+            self._check_fixed(fixed)
             return {"weights": self._weight_bytes, "kv_cache_memory_bytes": fixed, "available": fixed}
         free, total = memory_bytes(self.device)
         if self.device.type == "cpu":
@@ -157,6 +159,17 @@ class LocalExecutor:
             "reserve": reserve,
             "available": available,
         }
+
+    def _check_fixed(self, wanted: int) -> None:
+        """A pool of a size that was asked for must fit into what is free beside the weights."""
+        free, total = memory_bytes(self.device)
+        if wanted <= free:
+            return
+        fits = int(free * FIXED_SHARE) // 2**20
+        raise OutOfMemoryError(
+            f"cache.kv_cache_memory_bytes = {wanted} ({wanted / 2**30:,.2f} GiB), but {describe(self.device)} has {free / 2**30:,.2f} of "
+            f"{total / 2**30:,.2f} GiB free beside the weights: use at most {fits}MiB"
+        )
 
     def allocate(self, layout: KVLayout) -> None:
         """Make the KV pool; the executor is then ready for plans. Called again (no step in flight), it forgets every request."""
