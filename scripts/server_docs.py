@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hexad
 from hexad.application.api import (
     admission,
     body,
@@ -78,6 +80,22 @@ FIELD_NOTES: dict[str, str] = {
 }
 
 
+# code that an error is raised with beside its kind's own -> when
+CODE_NOTES = {
+    "chunks_too_small": "A chunked body comes in too many tiny pieces.",
+    "client_gone": "The caller went away before its request had arrived (seen in the log alone).",
+    "invalid_type": "A field has another JSON type than it takes.",
+    "malformed_body": "The body is not JSON, is nested too deeply, or is no object.",
+    "malformed_request": "Not a valid HTTP/1.1 request.",
+    "missing_required_parameter": "A field that is required is missing.",
+    "model_not_found": "The server answers to no such model; the message lists its names.",
+    "quarantined": "The engine process died each time that this request ran: it is not run again.",
+    "shutting_down": "The server is ending; another one should take the request.",
+    "template_error": "The model's chat template refused the messages.",
+    "too_many_pipelined": "Too many requests wait on one connection.",
+}
+
+
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Markdown. Bars in cells are escaped."""
     lines = [[cell.replace("|", "\\|") for cell in row] for row in rows]
@@ -123,12 +141,29 @@ def _errors(kind: type[errors.HexadError]) -> Iterator[type[errors.HexadError]]:
             yield from _errors(child)
 
 
+def _raised_codes() -> set[tuple[str, str]]:
+    """(class, code) of every call in the package that builds one of the errors above with a code of its own."""
+    kinds = {kind.__name__ for kind in _errors(errors.HexadError)}
+    found = set()
+    for path in sorted(Path(hexad.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or getattr(node.func, "id", getattr(node.func, "attr", None)) not in kinds:
+                continue
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            values = [inner for keyword in node.keywords if keyword.arg == "code" for inner in ast.walk(keyword.value)]
+            found |= {(name, value.value) for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)}
+    return found
+
+
 def error_table() -> str:
+    """Every kind of error, and every code that one is raised with; a code without a note is a mistake here (KeyError)."""
     kinds = sorted(_errors(errors.HexadError), key=lambda kind: (kind.status, kind.default_code))
     assert MethodNotAllowedError in kinds
-    return table(
-        ("status", "code", "type", "when"), [(str(k.status), f"`{k.default_code}`", k.type, _first_line(k.__doc__)) for k in kinds]
-    )
+    rows = {(k.status, k.default_code, k.type): _first_line(k.__doc__) for k in kinds}
+    rows[(500, "internal_error", "server_error")] = "Something that should not happen; the log says more."
+    by_name = {k.__name__: k for k in kinds}
+    rows |= {(by_name[name].status, code, by_name[name].type): CODE_NOTES[code] for name, code in _raised_codes()}
+    return table(("status", "code", "type", "when"), [(str(s), f"`{code}`", kind, rows[s, code, kind]) for s, code, kind in sorted(rows)])
 
 
 def limit_table() -> str:

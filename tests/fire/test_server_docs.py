@@ -36,6 +36,12 @@ async def test_everything_is_named() -> None:
             assert method == "HEAD" or f"`{method} {path}`" in TEXT, (method, path)
 
 
+def test_every_code_that_an_error_is_raised_with_is_in_the_table() -> None:
+    codes = {match[1] for path in (PAGE.parents[1] / "hexad").rglob("*.py") for match in re.finditer(r'\bcode="(\w+)"', path.read_text())}
+    assert {"quarantined", "model_not_found", "malformed_body"} <= codes
+    assert [code for code in codes - {"startup_failed"} if f"| `{code}` |" not in TEXT] == []  # that one ends the process
+
+
 def test_the_prose_speaks_of_flags_that_exist() -> None:
     known = {flag_name(key) for key in KEYS} | {"--config"}
     prose = TABLE.sub("", TEXT)
