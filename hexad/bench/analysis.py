@@ -54,12 +54,18 @@ def startup(
         spec, stored = read_facts(name)
         path = locate(name)
         result = results.new_result("startup", find_load("W6"), spec.name, stored.name)
+        results.begin(result, json_path)
         files = [] if options.get("load_format") == "dummy" else weight_files(path)
         if files:
             note("reading the files once", quiet)
         disk = disk_read_bytes_s(files)
         note(f"starting {1 + warm_runs} times", quiet)
-        metrics = measure_startup(path, options, warm_runs=warm_runs)
+
+        def keep(metrics: dict[str, Any]) -> None:
+            result["metrics"] = metrics
+            results.save(result, json_path)
+
+        metrics = measure_startup(path, options, warm_runs=warm_runs, keep=keep)
         if disk is not None:
             metrics |= load_rates(metrics, sum(file.stat().st_size for file in files), disk)
         result["flags"] += check_phases(metrics)
@@ -105,6 +111,7 @@ def kernels(
         spec, stored = read_facts(name)
         chosen = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device)
         result = results.new_result("kernels", None, spec.name, stored.name)
+        results.begin(result, json_path)
         note("calibrating", quiet)
         result["calibration"] = {"kind": "gpu" if chosen.type == "cuda" else "cpu", **calibrate(str(chosen), max(calibration_s, 0.05))}
         result["device"] = {"name": result["calibration"]["device"], "cores": read_processor().cores}
@@ -153,6 +160,7 @@ def accuracy(
         spec, stored = read_facts(name)
         path = locate(name)
         result = results.new_result("accuracy", None, spec.name, stored.name)
+        results.begin(result, json_path)
         earlier = None if reference in ("transformers", "none") else scoring.load_run(Path(reference))
         with LLM(str(path), **engine_options(option)) as llm:
             ids = llm.get_tokenizer().encode(scoring.corpus_text(text), add_special_tokens=False)
@@ -216,6 +224,7 @@ def profile(
         on_gpu = device_of(options) == "cuda"
         spec, stored = read_facts(name)
         result = results.new_result("profile", None, spec.name, stored.name)
+        results.begin(result, json_path)
         note("calibrating", quiet)
         result["calibration"] = {"kind": "gpu" if on_gpu else "cpu", **calibrate("cuda" if on_gpu else "cpu", max(calibration_s, 0.05))}
         calibrated = calibrated_device(result["calibration"])
@@ -279,6 +288,7 @@ def traced(
     options = {"enable_prefix_caching": False, "max_num_seqs": max(sizes)} | options
     spec, stored = read_facts(model)
     result = results.new_result("trace-mixed" if mixed else "trace", None, spec.name, stored.name)
+    results.begin(result, path)
     result["settings"] = {"input_len": prompt, "steps": steps, "mixed": mixed, "options": options}
     face = InProcess(resolve_model(model), options)
     found: dict[str, dict[str, Any]] = {}
@@ -306,11 +316,12 @@ def traced(
 def finish(result: dict[str, Any], metrics: dict[str, Any], path: Path | None, *, quiet: bool = False) -> None:
     """Complete a result, write it, print its numbers."""
     from hexad.bench.compare import flatten
+    from hexad.cli.columns import number
 
     result["metrics"], result["partial"] = metrics, False
     results.save(result, path)
     for name, value in {} if quiet else flatten(metrics).items():
-        typer.echo(f"{name:<36} {value:>18,.6g}")
+        typer.echo(f"{name:<36} {number(value):>18}")
 
 
 def _table(columns: dict[str, str], rows: list[dict[str, Any]]) -> None:
@@ -318,7 +329,7 @@ def _table(columns: dict[str, str], rows: list[dict[str, Any]]) -> None:
 
     texts = [bool(rows) and isinstance(rows[0][c], str) for c in columns]
     cells = [[_cell(row[c]) for c in columns] for row in rows]
-    print_table([Column(name, text) for name, text in zip(columns.values(), texts, strict=True)], cells)
+    print_table([Column(name, text) for name, text in zip(columns.values(), texts, strict=True)], cells, keys=texts.index(False))
 
 
 def _cell(value: Any) -> str:

@@ -51,6 +51,7 @@ def run_loads(
     quiet: bool,
 ) -> None:
     """The body of every command that runs loads."""
+    from hexad.bench.ceilings import note
     from hexad.bench.loads import find_load
     from hexad.bench.runs import Options
     from hexad.bench.session import Session, Target, served_default
@@ -60,7 +61,14 @@ def run_loads(
             name = served_default(target["base_url"], target["served_model_name"], target["api_key"])
         else:
             name = chosen_model(model, quiet)
-        chosen = [find_load(load).scaled(**scaling) for load in loads or default_loads]
+        chosen = [find_load(wanted).scaled(**scaling) for wanted in loads or default_loads]
+        for load in chosen:
+            for key, why in load.fixed.items():
+                if scaling.get(key) is not None:
+                    note(f"{load.name} {why}: --{'requests' if key == 'requests' else 'output-len'} leaves it as it is", quiet)
+        ignored = sorted(set(target["options"]) - {"device", "dtype", "quantization", "kv_cache_dtype"})
+        if target["base_url"] is not None and ignored:
+            note(f"the server at --base-url has options of its own: {', '.join(ignored)} change nothing there", quiet)
         session = Session(Target(name, **target), Options(**options), calibration_s, quiet, kind)
         made = session.run(chosen, path)
         for result in made:

@@ -44,10 +44,14 @@ RepeatsOption = Annotated[int, typer.Option("--repeats", help="runs of a single 
 
 def guarded(action: Callable[[], Any]) -> Any:
     """Run a command's body: mistakes end with their message and code, an interrupt with 130."""
+    from hexad.bench import results
+
+    results.forget_begun()
     try:
         return action()
     except KeyboardInterrupt:
-        typer.echo("interrupted: what was measured is in the result file, marked partial", err=True)
+        files = ", ".join(str(path) for path in results.keep_begun())
+        typer.echo(f"interrupted: {f'{files}: what was measured until now, marked partial' if files else 'nothing was kept'}", err=True)
         raise typer.Exit(130) from None
     except HexadError as error:
         typer.echo(error.message, err=True)

@@ -58,7 +58,7 @@ def measure_case(case: Case, device: torch.device, calibrated: Device, seconds: 
         prepare = bound_op.prepare
         copies = _copies(case, prepare)
         seconds_each = time_calls([_call(bound_op.call, case, copy) for copy in copies], device, seconds)
-        floor = bound(Work(case.nbytes, 0.0, {_COMPUTE[case.args.dtype]: case.flops}), calibrated).time_s
+        floor = bound(Work(case.nbytes, 0.0, {_COMPUTE[getattr(case.args, "dtype", torch.float32)]: case.flops}), calibrated).time_s
         rows.append(
             {
                 "op": case.op,

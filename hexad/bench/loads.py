@@ -38,6 +38,16 @@ class Load:
         """Longest sequence."""
         return self.prompt_tokens + self.output_tokens
 
+    @property
+    def fixed(self) -> dict[str, str]:
+        """Numbers that make the load what it is, and why."""
+        found = {}
+        if self.name == "W2":
+            found["requests"] = "is a single stream (--repeats says how often)"
+        if self.name == "W3":
+            found["output_tokens"] = "measures prefill alone"
+        return found
+
     def scaled(
         self,
         *,
@@ -48,7 +58,9 @@ class Load:
         batch: Sequence[int] | None = None,
         concurrency: Sequence[int] | None = None,
     ) -> Load:
-        """A copy with the given numbers in place of the standard ones."""
+        """A copy with the given numbers in place of the standard ones; those that would make it another load (`fixed`) stay."""
+        requests = None if "requests" in self.fixed else requests
+        output_tokens = None if "output_tokens" in self.fixed else output_tokens
         return replace(
             self,
             requests=self.requests if requests is None else requests,

@@ -128,6 +128,31 @@ def save(result: dict[str, Any], path: Path | None) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
     temporary.replace(path)
+    _written.add(path)
+
+
+_begun: list[tuple[dict[str, Any], Path]] = []  # results of this command that an interrupt must leave behind
+_written: set[Path] = set()
+
+
+def begin(result: dict[str, Any], path: Path | None) -> None:
+    """From now on an interrupt leaves `result` at `path`, however little is in it."""
+    if path is not None:
+        _begun.append((result, path))
+
+
+def keep_begun() -> list[Path]:
+    """After an interrupt: write what was begun and never saved, but not over an earlier run's file; names the files of this run."""
+    for result, path in _begun:
+        if path not in _written and not path.exists():
+            save(result, path)
+    return [path for _, path in _begun if path in _written]
+
+
+def forget_begun() -> None:
+    """A new command begins: what earlier ones in this process left is none of its business."""
+    _begun.clear()
+    _written.clear()
 
 
 def is_result(value: Any) -> bool:

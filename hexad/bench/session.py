@@ -87,20 +87,23 @@ class Session:
         """
         spec, stored = read_facts(self.target.model)
         self._costs, self._vocab_size = costs_of(spec, stored, self.target.options), spec.vocab_size
+        made = []
+        for load in loads:
+            result = results.new_result(self.kind, load, spec.name, self._costs.format.name)
+            result["kv_dtype"] = self._costs.kv_dtype
+            result["duration_s"] = self.options.duration_s
+            result["settings"] = self._settings()
+            one = path if path is None or len(loads) == 1 else path.with_name(f"{path.stem}-{load.name}{path.suffix or '.json'}")
+            results.begin(result, one)
+            made.append((load, result, one))
         base_url = self.target.base_url
         self._calibration, self._uncalibrated = calibration_of(self.target.options, base_url, self.calibration_s, quiet=self.quiet)
         if self._uncalibrated:
             note(f"not calibrated: {self._uncalibrated}", self.quiet)
-        made = []
-        for load in loads:
-            result = results.new_result(self.kind, load, spec.name, self._costs.format.name)
-            result["calibration"], result["kv_dtype"] = self._calibration, self._costs.kv_dtype
+        for _, result, _ in made:
+            result["calibration"] = self._calibration
             if self._uncalibrated:
                 result["calibration_note"] = self._uncalibrated
-            result["duration_s"] = self.options.duration_s
-            result["settings"] = self._settings()
-            one = path if path is None or len(loads) == 1 else path.with_name(f"{path.stem}-{load.name}{path.suffix or '.json'}")
-            made.append((load, result, one))
         if self.target.spawn:
             self._run_both(made)
         else:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,18 @@ PHASES_TOLERANCE = 0.03
 _CHUNK = 16 * 2**20
 
 
-def measure_startup(model: Path, options: dict[str, Any], *, warm_runs: int = 2, timeout_s: float = 600.0) -> dict[str, Any]:
+def measure_startup(
+    model: Path,
+    options: dict[str, Any],
+    *,
+    warm_runs: int = 2,
+    timeout_s: float = 600.0,
+    keep: Callable[[dict[str, Any]], None] = lambda _metrics: None,
+) -> dict[str, Any]:
     """Metrics of W6: `{"ready_s": {"empty", "warm"}, "first_token_s": {...}, "phases_s": {...}}`; warm is the median of `warm_runs`.
 
-    `outside_s` is the first token by the clock of the process that started it; phases must add up to it.
+    `outside_s` is the first token by the clock of the process that started it; phases must add up to it. `keep` hears of the metrics after
+    each start.
 
     Raises:
         HexadError: the engine did not start (its last line is the message).
@@ -40,13 +48,20 @@ def measure_startup(model: Path, options: dict[str, Any], *, warm_runs: int = 2,
         environment = dict(os.environ)
         for name in CACHE_VARIABLES:
             environment[name] = str(Path(folder) / name.lower())
-        runs = [run_child(model, options, environment, timeout_s) for _ in range(1 + warm_runs)]
-    warm = sorted(runs[1:], key=lambda run: float(run["first_token_s"]))[warm_runs // 2] if warm_runs else None
+        runs: list[dict[str, Any]] = []
+        for _ in range(1 + warm_runs):
+            runs.append(run_child(model, options, environment, timeout_s))
+            keep(_summary(runs))
+    return _summary(runs)
+
+
+def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first start and the median of the others."""
+    warm = sorted(runs[1:], key=lambda run: float(run["first_token_s"]))
     found: dict[str, Any] = {"ready_s": {}, "first_token_s": {}, "outside_s": {}, "phases_s": {}}
-    for name, run in (("empty", runs[0]), ("warm", warm)):
-        if run is not None:
-            for key in found:
-                found[key][name] = run[key]
+    for name, run in (("empty", runs[0]), *([("warm", warm[len(warm) // 2])] if warm else [])):
+        for key in found:
+            found[key][name] = run[key]
     return found
 
 
@@ -61,6 +76,10 @@ def run_child(model: Path, options: dict[str, Any], environment: dict[str, str],
         killer.start()
         try:
             line, outside_s = _last_line(process, job, start)
+        except BaseException:  # an interrupt: nothing may go on behind our back
+            process.kill()
+            process.wait()
+            raise
         finally:
             killer.cancel()
         if process.returncode or not line:

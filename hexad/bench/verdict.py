@@ -12,6 +12,7 @@ GAPS_LIMIT = 0.25  # of a step outside operators: then scheduling, not operators
 NEAR_BOUND = 0.8  # of its bound: no kernel wins much more, only less work does
 FAR_BOUND = 0.6  # below this share a better kernel is the first thing to mend
 _MATTERS = 0.05  # of the step: what takes less is not worth a line
+_TINY_US = 2.0  # of work in a call: calling it is what takes the time
 _MOST_LINES = 3
 
 Row = dict[str, Any]
@@ -48,12 +49,19 @@ def verdict(rows: list[Row], measured: dict[str, Any], costs: ModelCosts, calibr
 
 
 def _named(row: Row) -> str:
-    share = f"{row['share_of_step']:.0%} of the step at {row['share_of_bound']:.0%} of its bound ({row['binds']})"
+    share = f"{row['share_of_step']:.0%} of the step at {_percent(row['share_of_bound'])} of its bound ({row['binds']})"
     return f"operator {row['op']} ({row['provider']}): {share}"
 
 
 def _kernel(row: Row) -> str:
+    call_us = row["ms_per_step"] * 1e3 / max(row.get("calls_per_step", 1.0), 1e-9)
+    if call_us * row["share_of_bound"] < _TINY_US:
+        return f"each call takes {call_us:.0f} us for less than {_TINY_US:.0f} us of work: fewer calls (fusion) before a better kernel"
     return f"a better kernel would save up to {(1 - row['share_of_bound']) * row['ms_per_step']:.3f} ms a step"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else "less than 1%"
 
 
 def _less(row: Row) -> str:

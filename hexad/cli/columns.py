@@ -39,25 +39,26 @@ def console() -> Any:
     return Console(soft_wrap=not bounded, width=None if bounded else _UNBOUNDED)
 
 
-def print_table(columns: Sequence[Column], rows: Sequence[Sequence[Any]], where: Any = None) -> None:
-    """Print cells (strings, or rich texts) under `columns`. The first column leads every part of a table that is too wide."""
+def print_table(columns: Sequence[Column], rows: Sequence[Sequence[Any]], where: Any = None, *, keys: int = 1) -> None:
+    """Print cells (strings, or rich texts) under `columns`. The first `keys` columns lead every part of a table that is too wide."""
     from rich.console import Console
 
     where = where or console()
-    for chosen in parts(columns, rows, where.width):
+    for chosen in parts(columns, rows, where.width, keys):
         table, needed = _table([columns[i] for i in chosen], [[row[i] for i in chosen] for row in rows])
         out = where if needed <= where.width else Console(file=where.file, width=needed)
         out.print(table, soft_wrap=False)
 
 
-def parts(columns: Sequence[Column], rows: Sequence[Sequence[Any]], width: int) -> list[list[int]]:
+def parts(columns: Sequence[Column], rows: Sequence[Sequence[Any]], width: int, keys: int = 1) -> list[list[int]]:
     """Indices of the columns of each table that it takes to stay within `width`."""
     least = [_least(column, [row[i] for row in rows]) + _BORDERS for i, column in enumerate(columns)]
-    found, used = [[0]], 1 + least[0]
-    for i in range(1, len(columns)):
-        if used + least[i] > width and len(found[-1]) > 1:
-            found.append([0])
-            used = 1 + least[0]
+    lead = list(range(keys))
+    found, used = [lead.copy()], 1 + sum(least[:keys])
+    for i in range(keys, len(columns)):
+        if used + least[i] > width and len(found[-1]) > keys:
+            found.append(lead.copy())
+            used = 1 + sum(least[:keys])
         found[-1].append(i)
         used += least[i]
     return found

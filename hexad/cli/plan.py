@@ -14,6 +14,7 @@ from hexad.bench.loads import find_load
 from hexad.common.errors import ConfigError, StartupError
 from hexad.hardware.registry import Device, find_device
 from hexad.models.served import MAX_DEVICES
+from hexad.orchestration.decide import CPU_KV_CAP_BYTES, CPU_KV_SHARE
 
 app = typer.Typer(add_completion=False, help="Capacity and speed limits of a model on a device, from its config.json alone.")
 
@@ -107,6 +108,11 @@ def _print(made: dict[str, Any]) -> None:
     unserved = "" if weights["served"] else f" [red](this version does not serve it there: {weights['served_note']})[/]"
     console.print(f"  weights {size(weights['bytes_per_rank'])} a rank as {weights['format']}{unserved}")
     console.print(f"  KV {size(kv['bytes_per_token_per_rank'])} a token and rank as {kv['dtype']}, {size(memory['kv_bytes'])} of room")
+    if device["kind"] == "cpu":
+        console.print(
+            f"  (`hexad serve` takes {CPU_KV_SHARE:.0%} of free memory for KV, at most {CPU_KV_CAP_BYTES // 2**30} GiB, "
+            "unless --kv-cache-memory-bytes says more)"
+        )
     fit = made["sequences"]
     console.print(f"  {fit['fit']:,} sequences of {made['context']:,} tokens fit ({fit['tokens']:,} tokens)")
     if not made["fits"]:

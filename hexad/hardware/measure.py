@@ -158,5 +158,7 @@ def _mean_s(call: Callable[[], Any], seconds: float, on_gpu: bool) -> float:
 def describe_rates(measured: dict[str, Any]) -> list[str]:
     """One line a figure, for people."""
     lines = [f"read {measured['read_bytes_s'] / 1e9:,.1f} GB/s"]
-    lines += [f"read with {n} threads {rate / 1e9:,.1f} GB/s" for n, rate in measured["read_bytes_s_by_threads"].items()]
+    lines += [
+        f"read with {n} thread{'s' if n != '1' else ''} {rate / 1e9:,.1f} GB/s" for n, rate in measured["read_bytes_s_by_threads"].items()
+    ]
     return lines + [f"{kind} products {rate / TERA:,.3f} TFLOP/s" for kind, rate in measured["gemm_flops_s"].items()]

@@ -369,6 +369,31 @@ def test_floors_take_careful_figures_where_the_registry_has_them():
     assert unknown.rate("bf16") == 776e12 and unknown.read_bytes_s.value == 4.0e12
 
 
+def test_an_interrupt_before_anything_was_measured_leaves_a_valid_file_but_not_over_another(tmp_path, monkeypatch):
+    def interrupted(self, vocab_size):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session.Target, "face", interrupted)
+    path, earlier = tmp_path / "r.json", tmp_path / "earlier.json"
+    earlier.write_text("{}")
+    args = ["offline", "--model", "llama-3.2-1b", "--calibration-s", "0", "--quiet"]
+    result = run.invoke(app, [*args, "--json", str(path)])
+    saved = json.loads(path.read_text())
+    assert result.exit_code == 130 and saved["partial"] is True and saved["metrics"] == {} and "r.json" in result.output
+    assert "nothing was kept" in run.invoke(app, args).output
+    assert "nothing was kept" in run.invoke(app, [*args, "--json", str(earlier)]).output and earlier.read_text() == "{}"
+
+
+def test_numbers_that_would_make_another_load_stay_and_that_is_said(tmp_path):
+    path = tmp_path / "r.json"
+    args = ["latency", *FAKE[:-1], "--load", "W2", "--load", "W3", "--requests", "2", "--input-len", "8", "--output-len", "4"]
+    output = bench(*args, "--json", str(path))
+    single, prefill = (json.loads((tmp_path / f"r-{name}.json").read_text()) for name in ("W2", "W3"))
+    assert single["load"]["requests"] == 1 and single["load"]["output_tokens"] == 4 and single["metrics"]["tpot_ms"] >= 0
+    assert prefill["load"]["output_tokens"] == 1 and prefill["load"]["requests"] == 2 and "prefill_tok_s" in prefill["metrics"]
+    assert "--repeats" in output and "W3 measures prefill alone" in output
+
+
 def test_a_real_interrupt_leaves_a_valid_partial_file(tmp_path):
     import signal
     import sys

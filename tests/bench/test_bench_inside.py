@@ -83,6 +83,9 @@ def test_verdict_names_the_floor_to_work_on():
         said = words(3.9e-3, share)
         assert "at the bound" not in said and "a better kernel" in said and "fewer bits" in said and f"{share:.0%}" in said
     assert "gaps: 15%" in words(3.4e-3, 0.95)
+    row["calls_per_step"] = 30.0
+    assert "fusion" not in words(3.9e-3, 0.5) and "less than 1% of its bound" in words(3.9e-3, 0.005)
+    assert "fusion" in words(3.9e-3, 0.005) and "a better kernel would" not in words(3.9e-3, 0.005)
 
 
 def test_startup_separates_phases_and_caches(tiny):

@@ -45,6 +45,7 @@ def test_columns_that_do_not_fit_follow_with_the_first_one():
     columns, rows = [Column("a", text=True), Column("b"), Column("c")], [["x", "1" * 12, "2" * 12]]
     assert parts(columns, rows, 80) == [[0, 1, 2]]
     assert parts(columns, rows, 30) == [[0, 1], [0, 2]]
+    assert parts([*columns, Column("d")], [[*rows[0], "3" * 12]], 40, keys=2) == [[0, 1, 2], [0, 1, 3]]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
