@@ -14,15 +14,20 @@ from hexad.engine.executor.local import LocalExecutor
 from hexad.engine.graphs import MAX_PROMPT_TOKENS, row_bucket, token_bucket
 from hexad.engine.kv import KVStorage, kv_groups
 from hexad.engine.plan import KVLayout
+from hexad.engine.sampling.filters import SHORT_LIST
 from hexad.engine.sampling.sampler import Sampler
 from hexad.models.build import Model, build_model
 from hexad.models.formats.dummy import DummyHandle, dummy_handles
 from hexad.models.inputs import ForwardInputs, LastTokens
 from hexad.models.loader import WeightStore
 from hexad.models.spec import ModelSpec
+from hexad.operators.args import DrawArgs
 from hexad.operators.batch import AttentionBatch
+from hexad.operators.draw import DrawOptions
+from hexad.operators.load import load_operators
 
 META = torch.device("meta")
+FEW_AND_MANY_ROWS = (1, 4096)  # a row of many drafts is many rows, whatever the number of sequences
 
 
 class _Unwritten(DummyHandle):
@@ -75,6 +80,8 @@ def run_steps(config: HexadConfig, spec: ModelSpec, files: Path) -> None:
     with torch.inference_mode():
         for shape in step_shapes(settings.max_num_seqs, settings.max_batched_tokens):
             _run(model, kv, sampler, shape, settings)
+        for rows in FEW_AND_MANY_ROWS:
+            _draw(rows, settings.vocab_size, config.device.operators)
 
 
 def _unwritten(handle: DummyHandle) -> DummyHandle:
@@ -103,3 +110,14 @@ def _run(model: Model, kv: KVStorage, sampler: Sampler, shape: StepShape, settin
         last = (LastTokens(longs[:rows], queries),) * groups
     hidden = model.forward(ForwardInputs(longs, longs, (batch,) * groups, last), kv.layers)
     sampler.take_best(model.scores(hidden[:rows]))
+
+
+def _draw(rows: int, vocab_size: int, operators: dict[str, str]) -> None:
+    """Draw at random with options of every kind."""
+    draw = load_operators().bind("draw", DrawArgs(vocab_size, META.type), operators).call
+    logits = torch.empty((rows, vocab_size), device=META)
+    floats, longs, doubles = (torch.empty(rows, dtype=dtype, device=META) for dtype in (torch.float32, torch.int64, torch.float64))
+    for kind in ("dense", "short", "nucleus"):
+        for min_weight in (None, longs):
+            options = DrawOptions(kind, floats, min_weight, longs, doubles, min(SHORT_LIST, vocab_size))
+            draw(logits, floats, options, doubles)

@@ -24,6 +24,8 @@ with LLM(sys.argv[1], load_format="dummy", max_num_seqs=40, max_model_len=2048, 
     for lengths in ([5], [3, 700, 40], [1500, 9, 9, 9], [17] * 40):
         prompts = [{"prompt_token_ids": [i % 500 + 1 for i in range(n)]} for n in lengths]
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    for filters in ({}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.05}, {"top_p": 0.9, "min_p": 0.05}):
+        llm.generate([{"prompt_token_ids": [5, 6, 7]}] * 3, SamplingParams(temperature=0.8, max_tokens=4, ignore_eos=True, **filters))
 """
 
 

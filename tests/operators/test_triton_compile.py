@@ -13,7 +13,7 @@ import triton
 
 from hexad.operators.args import ActArgs, AttentionArgs, NormArgs, RopeKVArgs
 from hexad.operators.fused import FusedLinearArgs
-from hexad.operators.triton import ahead, argmax, attention, linear, rope_kv, rows
+from hexad.operators.triton import ahead, argmax, attention, draw, linear, rope_kv, rows
 from hexad.operators.triton.assumed import assemble, compile_for_older
 from hexad.operators.triton.launch import Launcher, Target
 from hexad.operators.triton.prefill_hopper import page_layout
@@ -170,3 +170,12 @@ def test_older_products_run_on_a_newer_card(choice):
 def test_argmax():
     compiled(Launcher(argmax.block_max_kernel, {"BLOCK": 4096, "PDL": False}), ["*bf16", "*fp32", "*i32", "i32", "i32"], 90)
     compiled(Launcher(argmax.row_max_kernel, {"PARTS": 32, "PDL": False}), ["*fp32", "*i32", "*i64", "*u8", "i32"], 90)
+
+
+@pytest.mark.parametrize("warps", [16, 32])
+@pytest.mark.parametrize("arch", ARCHES)
+def test_draw(arch, warps):
+    """No program needs more registers than a multiprocessor has."""
+    types = ["*fp32", "*fp32", "*fp32", "*i64", "*i64", "*fp64", "*fp64", "*i64", "i32", "i32"]
+    for lists in (False, True):
+        compiled(draw.launcher(lists=lists, minimum=True, warps=warps), types, arch)

@@ -95,7 +95,7 @@ class Launcher:
 
     Runtime arguments come first in the kernel's signature, constants (tl.constexpr) after them, in the order of `constants`. Integer
     arguments must be declared with `do_not_specialize` and stay below 2^31; tensors keep the dtype of the first call. The current
-    device must be the tensors' device.
+    device must be the tensors' device. `max_registers` bounds a thread's registers, so that several programs share a multiprocessor.
 
     With `pdl` (programmatic dependent launch) programs may start before the kernel before them is done: until `gdc_wait` they may touch
     only what no kernel still running can write. Kernels here wait in every program, so waiting is transitive.
@@ -112,11 +112,22 @@ class Launcher:
         """What tells its compiled code from that of other launchers, runtime arguments aside."""
         return id(self._kernel), tuple(self._constants.items()), tuple(self._options.items())
 
-    def __init__(self, kernel: Any, constants: dict[str, Any], *, num_warps: int = 4, num_stages: int = 1, pdl: bool = False) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        constants: dict[str, Any],
+        *,
+        num_warps: int = 4,
+        num_stages: int = 1,
+        pdl: bool = False,
+        max_registers: int | None = None,
+    ) -> None:
         self._kernel = kernel
         self._constants = constants
         self._values = tuple(constants.values())
-        self._options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": pdl}
+        self._options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": pdl}
+        if max_registers is not None:
+            self._options["maxnreg"] = max_registers
         self.pdl = pdl
         self._ready: dict[Any, tuple[Any, Any, Any]] = {}  # (device, misaligned arguments) -> launch, function, metadata
 

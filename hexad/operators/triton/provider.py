@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import hexad.operators.fused  # noqa: F401  (defines the composite operators)
-from hexad.operators.args import ActArgs, AttentionArgs, BestTokenArgs, LinearArgs, NormArgs, RopeKVArgs
+from hexad.operators.args import ActArgs, AttentionArgs, BestTokenArgs, DrawArgs, LinearArgs, NormArgs, RopeKVArgs
 from hexad.operators.fused import FusedLinearArgs
 from hexad.operators.registry import Kernel, Provider, registry
 
@@ -21,6 +21,14 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 def _common(args: Any, dtypes: tuple[torch.dtype, ...]) -> list[str]:
     """Reasons that hold for every kernel here."""
+    reasons = _card_reasons(args)
+    if args.dtype not in dtypes:
+        reasons.append(f"dtype {args.dtype} is not one of {', '.join(str(d).removeprefix('torch.') for d in dtypes)}")
+    return reasons
+
+
+def _card_reasons(args: Any) -> list[str]:
+    """Reasons in the machine."""
     reasons = []
     if args.device_type != "cuda":
         reasons.append(f"tensors are on {args.device_type}, not on cuda")
@@ -28,8 +36,6 @@ def _common(args: Any, dtypes: tuple[torch.dtype, ...]) -> list[str]:
         reasons.append("these kernels were written for NVIDIA cards")
     elif torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
         reasons.append("the card is older than compute capability 8.0")
-    if args.dtype not in dtypes:
-        reasons.append(f"dtype {args.dtype} is not one of {', '.join(str(d).removeprefix('torch.') for d in dtypes)}")
     return reasons
 
 
@@ -58,6 +64,13 @@ def act_reasons(args: ActArgs) -> list[str]:
 
 def best_token_reasons(args: BestTokenArgs) -> list[str]:
     return _common(args, WIDTHS)
+
+
+def draw_reasons(args: DrawArgs) -> list[str]:
+    reasons = _card_reasons(args)
+    if args.vocab_size > 2**20:
+        reasons.append(f"{args.vocab_size} tokens are over {2**20}: their weights sum to more than the kernel compares exactly")
+    return reasons
 
 
 def linear_reasons(args: LinearArgs | FusedLinearArgs) -> list[str]:
@@ -103,6 +116,7 @@ def _register() -> None:
         ("rope_kv_write", "rope_kv", "bind_rope_kv_write", rope_reasons),
         ("paged_attention", "attention", "bind_paged_attention", attention_reasons),
         ("best_token", "argmax", "bind_best_token", best_token_reasons),
+        ("draw", "draw", "bind_draw", draw_reasons),
         ("linear", "linear", "bind_linear", linear_reasons),
         ("gated_linear", "linear", "bind_gated_linear", gated_reasons),
         ("linear_add", "linear", "bind_linear_add", linear_reasons),

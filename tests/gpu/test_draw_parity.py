@@ -1,0 +1,107 @@
+"""The draw on GPUs against the reference: every kind, ties, uneven options; in the interpreter with the reference's own `exp`."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from reference import DEVICE, INTERPRETED, fresh_seed, needs_kernels
+
+from hexad.operators import token_weights
+from hexad.operators.args import DrawArgs
+from hexad.operators.draw import DrawOptions, draw_reference, kept
+
+pytestmark = needs_kernels
+VOCAB = 1_501 if INTERPRETED else 3_001
+
+
+def numpy_weigh(shifted):
+    """The interpreter's exp is numpy's."""
+    return torch.from_numpy((np.exp(shifted.numpy()) * np.float32(token_weights.SCALE)).astype(np.int64))
+
+
+@pytest.fixture(autouse=True)
+def same_exp(monkeypatch):
+    if INTERPRETED:
+        monkeypatch.setattr(token_weights, "weigh", numpy_weigh)
+
+
+def options_of(kind, rows, vocab, *, min_p=False):
+    """Random options that a group of this kind may have."""
+    longest = 40 if kind == "short" else vocab
+    top_k = [vocab] * rows
+    if kind != "dense":
+        top_k = [random.choice([1, 2, random.randint(1, longest), longest]) for _ in range(rows)]
+    top_p = [1.0 if kind == "dense" else random.choice([1.0, 0.9, 0.5, 0.05, 0.999, random.random()]) for _ in range(rows)]
+    least = [random.choice([0, token_weights.SCALE // 100, token_weights.SCALE // 3]) for _ in range(rows)]
+    return DrawOptions(
+        kind,
+        torch.tensor([random.choice([1.0, 0.7, 0.3, 1.9]) for _ in range(rows)], device=DEVICE),
+        torch.tensor(least, device=DEVICE) if min_p else None,
+        torch.tensor(top_k, device=DEVICE),
+        torch.tensor(top_p, dtype=torch.float64, device=DEVICE),
+        max(top_k),
+    )
+
+
+def logits_of(shape, rows, vocab):
+    wide = torch.randn(rows, vocab + 7) * random.choice([0.5, 2.0, 6.0])
+    if shape == "ties":
+        wide = wide.to(torch.bfloat16).float()
+    elif shape == "few values":
+        wide = wide.sign() * (torch.rand_like(wide) > 0.5)
+    elif shape == "equal":
+        wide[:] = 3.25
+    wide[:, vocab:] = 100.0  # padding is never drawn
+    return wide.to(DEVICE)[:, :vocab]
+
+
+def bind(vocab):
+    from hexad.operators.triton.draw import bind_draw
+
+    return bind_draw(DrawArgs(vocab, DEVICE))
+
+
+def compare(shape, kind, rows, vocab, *, min_p):
+    logits, options = logits_of(shape, rows, vocab), options_of(kind, rows, vocab, min_p=min_p)
+    best = logits.max(dim=-1).values
+    uniforms = torch.rand(rows, dtype=torch.float64, device=DEVICE)
+    uniforms[0], uniforms[-1] = 0.0, 1 - 2**-53
+    got = bind(vocab)(logits, best, options, uniforms)
+    wanted = draw_reference(DrawArgs(vocab, DEVICE))(logits, best, options, uniforms)
+    assert torch.equal(got, wanted), (got.tolist(), wanted.tolist(), options)
+
+
+@pytest.mark.parametrize("shape", ["smooth", "ties", "few values", "equal"])
+@pytest.mark.parametrize("kind", ["dense", "short", "nucleus"])
+def test_draws_are_those_of_the_reference(shape, kind):
+    fresh_seed()
+    for min_p in (False, True):
+        compare(shape, kind, 4 if INTERPRETED else 300, VOCAB, min_p=min_p)
+
+
+@pytest.mark.parametrize("kind", ["dense", "nucleus"])
+def test_borders_of_a_row_are_exact(kind):
+    """Uniforms that point at the first and the last kept token, where one token more or less would move the draw."""
+    fresh_seed()
+    logits, options = logits_of("ties", 1, VOCAB), options_of(kind, 1, VOCAB)
+    best = logits.max(dim=-1).values
+    weights, ids = kept(logits, best, options)
+    ids = torch.arange(VOCAB, device=DEVICE)[None] if ids is None else ids
+    alive = ids[weights > 0].sort().values
+    draw = bind(VOCAB)
+    for uniform, token in ((0.0, alive[0]), (1 - 2**-53, alive[-1])):
+        assert draw(logits, best, options, torch.tensor([uniform], dtype=torch.float64, device=DEVICE)) == token
+
+
+def test_rows_that_are_not_finite_end():
+    fresh_seed()
+    logits = logits_of("smooth", 4, VOCAB)
+    logits[0], logits[1, 17], logits[2, 5] = float("-inf"), float("nan"), float("inf")
+    best = logits.max(dim=-1).values
+    uniforms = torch.rand(4, dtype=torch.float64, device=DEVICE)
+    for kind in ("dense", "short", "nucleus"):
+        options = options_of(kind, 4, VOCAB)
+        drawn = bind(VOCAB)(logits, best, options, uniforms)
+        assert bool(((drawn >= 0) & (drawn < VOCAB)).all())
+        assert drawn[3] == draw_reference(DrawArgs(VOCAB, DEVICE))(logits, best, options, uniforms)[3]
