@@ -13,8 +13,9 @@ import torch
 from hexad.models.costs import ModelCosts, Rows, linears
 from hexad.models.loader import open_weights
 from hexad.models.spec import ModelSpec
-from hexad.operators.args import ActArgs, AttentionArgs, LinearArgs, NormArgs, RopeKVArgs
+from hexad.operators.args import ActArgs, AttentionArgs, BestTokenArgs, DrawArgs, LinearArgs, NormArgs, RopeKVArgs
 from hexad.operators.batch import AttentionBatch, KVPages
+from hexad.operators.draw import DrawOptions
 
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}  # what the engine chooses on each
 
@@ -57,6 +58,7 @@ def cases(
             yield _gated(spec, batch, dtype, device)
         if spec.rope is not None:
             yield _rope(spec, batch, dtype, device)
+        yield from _sampling(spec, batch, device)
         for context in contexts:
             yield _attention(spec, batch, 1, context, dtype, device)
     for context in contexts:
@@ -159,6 +161,40 @@ def _rope(spec: ModelSpec, rows: int, dtype: torch.dtype, device: torch.device) 
         a.heads, a.kv_heads, a.head_dim, rotary, rope.interleaved, a.qk_norm, spec.norm_eps, dtype, dtype, device.type
     )  # fmt: skip
     return Case("rope_kv_write", f"{rows}x{features}", args, None, inputs, 7, 2.0 * rows * features * dtype.itemsize, 0.0)
+
+
+DRAWS = {"temperature": (0, 1.0), "top_k 40": (40, 1.0), "top_p 0.95": (0, 0.95)}  # top_k, top_p
+
+
+def _sampling(spec: ModelSpec, rows: int, device: torch.device) -> Iterator[Case]:
+    """What follows the head: the best token, random ones, log-probabilities; all read float32 logits once at least."""
+    vocab = spec.vocab_size
+    nbytes = 4.0 * rows * vocab
+    args = DrawArgs(vocab, device.type)
+
+    def scored() -> tuple[torch.Tensor, torch.Tensor]:
+        logits = torch.randn(rows, vocab, device=device) * 3
+        return logits, logits.max(dim=-1).values
+
+    def random(top_k: int, top_p: float) -> tuple[Any, ...]:
+        def column(value: float, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((rows,), value, dtype=dtype, device=device)
+
+        kind = "short" if top_k else "nucleus" if top_p < 1 else "dense"
+        limit = top_k or vocab
+        options = DrawOptions(
+            kind, column(0.8, torch.float32), None, column(limit, torch.int64), column(top_p, torch.float64), limit
+        )  # fmt: skip
+        return *scored(), options, torch.rand(rows, dtype=torch.float64, device=device)
+
+    def ranked() -> tuple[Any, ...]:
+        return *scored(), torch.randint(vocab, (rows,), device=device), 5
+
+    shape = f"{rows}x{vocab}"
+    yield Case("best_token", shape, BestTokenArgs(vocab, torch.float32, device.type), None, lambda: scored()[:1], 1, nbytes, 0.0)
+    for name, (top_k, top_p) in DRAWS.items():
+        yield Case("draw", f"{name} {shape}", args, None, lambda top_k=top_k, top_p=top_p: random(top_k, top_p), 4, nbytes, 0.0)  # type: ignore[misc]
+    yield Case("token_ranks", f"top 5 {shape}", args, None, ranked, 4, nbytes, 0.0)
 
 
 def _pages(spec: ModelSpec, blocks: int, dtype: torch.dtype, device: torch.device) -> KVPages:

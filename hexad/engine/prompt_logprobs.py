@@ -14,6 +14,7 @@ import torch
 
 from hexad.engine.plan import NewRequest, Row, TokenLogprobs
 from hexad.engine.sampling.logprobs import LogprobTensors, prompt_logprob_tensors, to_token_logprobs
+from hexad.engine.sampling.sampler import Sampler
 
 ROWS_AT_ONCE = 128  # bounds the float32 logits in memory: 128 x 150,000 x 4 bytes = 77 MB
 
@@ -39,9 +40,12 @@ def num_targets(row: Row, request: NewRequest) -> int:
 
 
 def score(
-    logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, targets: torch.Tensor, vocab_size: int, top: int
+    logits: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, targets: torch.Tensor, sampler: Sampler, top: int
 ) -> list[LogprobTensors]:
     """Log-probabilities of `targets` [n] after the hidden states [>= n, H], a bounded number of rows at a time."""
     count = targets.shape[0]
     blocks = [(low, min(low + ROWS_AT_ONCE, count)) for low in range(0, count, ROWS_AT_ONCE)]
-    return [prompt_logprob_tensors(logits(hidden[low:high]), targets[low:high], vocab_size, top) for low, high in blocks]
+    return [
+        prompt_logprob_tensors(logits(hidden[low:high]), targets[low:high], sampler.vocab_size, top, token_ranks=sampler.token_ranks)
+        for low, high in blocks
+    ]

@@ -198,7 +198,7 @@ class Runner:
         for index, request in host.scored:
             row, low, top = host.rows[index], int(host.query_start[index]), request.params.prompt_logprobs or 0
             targets = self._token_table[int(host.slots[index]), row.start + 1 : row.start + 1 + num_targets(row, request)]
-            parts = score(self.model.logits, hidden[low:], targets, self.vocab_size, top)
+            parts = score(self.model.logits, hidden[low:], targets, self.sampler, top)
             scores.append(PromptScores(index, row.start == 0, top, parts))
         return scores
 

@@ -84,7 +84,7 @@ class BestTokenArgs:
 
 @dataclass(frozen=True)
 class DrawArgs:
-    """`draw`: a random token for each row."""
+    """`draw` and `token_ranks`: what looks at whole distributions."""
 
     vocab_size: int
     device_type: str

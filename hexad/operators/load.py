@@ -10,7 +10,7 @@ import importlib.util
 
 from hexad.operators.registry import Registry, registry
 
-_REFERENCES = ("norm", "rope", "attention", "activation", "linear", "embedding", "best_token", "draw", "packed", "stack")
+_REFERENCES = ("norm", "rope", "attention", "activation", "linear", "embedding", "best_token", "draw", "token_ranks", "packed", "stack")
 _PROVIDERS = ("onednn", "native", "triton")  # packages of hexad.operators with a module `provider` that registers on import
 
 

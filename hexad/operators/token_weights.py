@@ -75,6 +75,6 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     return column.clamp_(0, weights.shape[-1] - 1)
 
 
-def log_total(weights: Tensor) -> Tensor:
-    """log of the sum of exp(shifted): [R] float64."""
-    return (weights.sum(dim=-1).to(torch.float64) / SCALE).log()
+def log_of(total: Tensor) -> Tensor:
+    """log of the sum of exp(shifted), from the sum of its weights: [R] float64."""
+    return (total.to(torch.float64) / SCALE).log()

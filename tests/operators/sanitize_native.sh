@@ -13,10 +13,10 @@ run() {  # standard error stays open for what a sanitizer says
 library=$("$python" -m hexad.operators.native.build --sanitize)
 echo "AddressSanitizer and UBSan"
 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-    HEXAD_NATIVE_LIBRARY="$library" run ${tests}_linear.py ${tests}_stack.py ${tests}_kv_int8.py ${tests}_fuzz.py
+    HEXAD_NATIVE_LIBRARY="$library" run ${tests}_linear.py ${tests}_stack.py ${tests}_kv_int8.py ${tests}_draw.py ${tests}_fuzz.py
 
 library=$("$python" -m hexad.operators.native.build --threads)
 echo "ThreadSanitizer"
 run ${tests}_pool.py
 LD_PRELOAD="$(gcc -print-file-name=libtsan.so)" TSAN_OPTIONS="halt_on_error=1 exitcode=66" HEXAD_FUZZ_ROUNDS=3 \
-    HEXAD_NATIVE_LIBRARY="$library" run ${tests}_linear.py ${tests}_stack.py ${tests}_fuzz.py -k "threads or formats or stale or memory"
+    HEXAD_NATIVE_LIBRARY="$library" run ${tests}_linear.py ${tests}_stack.py ${tests}_draw.py ${tests}_fuzz.py -k "threads or formats or stale or memory"

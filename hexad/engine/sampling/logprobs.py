@@ -11,6 +11,11 @@ from torch import Tensor
 
 from hexad.engine.plan import TokenLogprobs
 from hexad.operators import token_weights as w
+from hexad.operators.args import DrawArgs
+from hexad.operators.registry import Kernel
+from hexad.operators.token_ranks import token_ranks_reference
+
+_TORCH = token_ranks_reference(DrawArgs(0, "any"))
 
 
 class LogprobTensors(NamedTuple):
@@ -23,14 +28,11 @@ class LogprobTensors(NamedTuple):
     top_logprobs: Tensor  # [N, K] float32
 
 
-def gather_logprobs(logits: Tensor, best: Tensor, token_ids: Tensor, top: int) -> LogprobTensors:
+def gather_logprobs(logits: Tensor, best: Tensor, token_ids: Tensor, top: int, token_ranks: Kernel = _TORCH) -> LogprobTensors:
     """Log-probabilities of `token_ids` [N] under `logits` [N, V] (kept as they are), whose row maxima are `best` [N]."""
-    shifted = w.shift(logits, best)
-    keys = w.rank_keys(shifted)
-    top_ids = w.best_first(keys, min(top, shifted.shape[-1])) if top else keys[:, :0]
-    ranks = (keys < keys.gather(1, token_ids[:, None])).sum(dim=-1) + 1
-    picked = shifted.gather(1, torch.cat((token_ids[:, None], top_ids), dim=1)).to(torch.float64)
-    picked = (picked - w.log_total(w.weigh(shifted))[:, None]).to(torch.float32)
+    ranks, top_ids, totals = token_ranks(logits, best, token_ids, min(top, logits.shape[-1]))
+    picked = w.shift(logits.gather(1, torch.cat((token_ids[:, None], top_ids), dim=1)), best).to(torch.float64)
+    picked = (picked - w.log_of(totals)[:, None]).to(torch.float32)
     return LogprobTensors(token_ids, picked[:, 0], ranks, top_ids, picked[:, 1:])
 
 
@@ -51,9 +53,12 @@ def to_token_logprobs(tensors: LogprobTensors, tops: Sequence[int]) -> list[Toke
     ]
 
 
-def gather_in_blocks(logits: Tensor, rows: Tensor, best: Tensor, token_ids: Tensor, top: int, block_rows: int) -> LogprobTensors:
+def gather_in_blocks(
+    logits: Tensor, rows: Tensor, best: Tensor, token_ids: Tensor, top: int, block_rows: int, token_ranks: Kernel
+) -> LogprobTensors:
     """`gather_logprobs` of the rows `rows` [N] of a batch, `block_rows` at a time so that memory is bounded."""
-    parts = [gather_logprobs(logits[block], best[block], token_ids[block], top) for block in torch.split(rows, block_rows)]
+    blocks = torch.split(rows, block_rows)
+    parts = [gather_logprobs(logits[block], best[block], token_ids[block], top, token_ranks) for block in blocks]
     return parts[0] if len(parts) == 1 else _concatenate(parts)
 
 
@@ -61,13 +66,15 @@ def _concatenate(parts: Sequence[LogprobTensors]) -> LogprobTensors:
     return LogprobTensors(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def prompt_logprob_tensors(logits: Tensor, next_ids: Tensor, vocab_size: int, top: int, block_rows: int = 32) -> LogprobTensors:
+def prompt_logprob_tensors(
+    logits: Tensor, next_ids: Tensor, vocab_size: int, top: int, block_rows: int = 32, token_ranks: Kernel = _TORCH
+) -> LogprobTensors:
     """Log-probabilities of prompt ids: row i of `logits` [T, padded] predicts `next_ids[i]`. Memory is bounded by `block_rows` rows."""
     parts = []
     for start in range(0, next_ids.shape[0], block_rows):
         live = logits[start : start + block_rows, :vocab_size].to(torch.float32)
         ids = next_ids[start : start + block_rows].to(torch.int64).clamp(0, vocab_size - 1)
-        parts.append(gather_logprobs(live, live.amax(dim=-1), ids, top))
+        parts.append(gather_logprobs(live, live.amax(dim=-1), ids, top, token_ranks))
     return _concatenate(parts)
 
 

@@ -114,7 +114,9 @@ class Sampler:
         self._batches: dict[tuple[tuple[int, ...], tuple[int, ...]], _Batch] = {}
         self._operators = operators
         self._best_token: dict[torch.dtype, Kernel] = {}
-        self._draw: Kernel = load_operators().bind("draw", DrawArgs(vocab_size, self.device.type), operators).call
+        whole = DrawArgs(vocab_size, self.device.type)
+        self._draw: Kernel = load_operators().bind("draw", whole, operators).call
+        self.token_ranks: Kernel = load_operators().bind("token_ranks", whole, operators).call
         self._group_rows = max(1, _GROUP_ELEMENTS.get(self.device.type, 2**22) // vocab_size)
 
     def add(self, slot: int, request: NewRequest) -> None:
@@ -160,7 +162,7 @@ class Sampler:
         logprobs = None
         if batch.logprob_index is not None:
             index = batch.logprob_index
-            logprobs = gather_in_blocks(live.logits, index, best, token_ids, max(batch.tops), self._group_rows)
+            logprobs = gather_in_blocks(live.logits, index, best, token_ids, max(batch.tops), self._group_rows, self.token_ranks)
         return Sampled(token_ids, codes, logprobs, batch.logprob_rows, batch.tops)
 
     def is_plain(self, slots: Sequence[int], masks: Masks | None = None) -> bool:
@@ -212,8 +214,9 @@ class Sampler:
     ) -> _Live:
         """Apply all edits; find the best token of each row, and the rows that cannot be served."""
         live = logits[:, : self.vocab_size].to(torch.float32)
-        best, token_ids = live.max(dim=-1)
-        codes = _codes(best)
+        plain = self.take_best(live)
+        token_ids, codes = plain.token_ids, plain.codes
+        best = live.gather(1, token_ids[:, None])[:, 0]
         if batch.edited_rows is None:
             return _Live(live, best, token_ids, codes)
         width = token_table.shape[1] if max_length is None else min(max_length, token_table.shape[1])
@@ -287,10 +290,6 @@ class _Live:
 def _rows(logits: Tensor, rows: Tensor) -> Tensor:
     """The named rows; all of them (rows are distinct and ascending) without a copy."""
     return logits if rows.shape[0] == logits.shape[0] else logits[rows]
-
-
-def _codes(best: Tensor) -> Tensor:
-    return torch.logical_not(best.isfinite()).to(torch.uint8) * NOT_FINITE
 
 
 def _copy_out(tensor: Tensor) -> Tensor:

@@ -26,12 +26,13 @@ from hexad.operators.packed import INT8_ROWS
 
 log = logging.getLogger(__name__)
 
-VERSION = 5
+VERSION = 6
 SOURCES = {  # formats of rows that can be packed, as pack.h numbers them
     "q4_0": 0, "q4_1": 1, "q8_0": 2, "bfloat16": 3, "float32": 4, "q5_0": 5, "q5_1": 6, "q4_k": 7, "q5_k": 8, "q6_k": 9, "q3_k": 10,
     INT8_ROWS: 11,
 }  # fmt: skip
 BLOCKS = {name: 256 if name.endswith("_k") else 32 for name in SOURCES if name.startswith("q")}  # columns of a block
+MOST_RANKED = 64  # weight.h: kMostRanked
 MAX_PARTS = 8  # of a weight whose rows are in several formats (runtime.cpp)
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 PAGE_DTYPES = {**DTYPES, torch.int8: 2}  # of keys and values
@@ -98,6 +99,8 @@ def _declare(handle: ctypes.CDLL) -> None:
         "hx_weight_bias": (c_int32, [c_void_p, c_void_p]),
         "hx_linear": (c_int32, [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p, c_int32]),
         "hx_rows": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p, c_int32]),
+        "hx_draw": (c_int32, [c_void_p, c_int32]),
+        "hx_rank": (c_int32, [c_void_p, c_int32]),
         "hx_stack_forward": (c_int32, [c_void_p, c_void_p, c_void_p]),
     }
     for name, (result, arguments) in signatures.items():
@@ -228,6 +231,31 @@ class PackedWeight:
         out = torch.empty(*ids.shape, self.in_features, dtype=dtype)
         check(self.library.handle.hx_rows(self.pointer, ids.data_ptr(), ids.numel(), out.data_ptr(), DTYPES[dtype]))
         return out
+
+
+class DrawTask(ctypes.Structure):
+    """weight.h: DrawTask."""
+
+    _fields_ = [
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("vocab", c_int64),
+        *((name, c_void_p) for name in ("best", "temperature", "min_weight", "top_k", "top_p", "uniforms", "out")),
+    ]
+
+
+class RankTask(ctypes.Structure):
+    """weight.h: RankTask."""
+
+    _fields_ = [
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("vocab", c_int64),
+        ("best", c_void_p),
+        ("token_ids", c_void_p),
+        ("top", c_int32),
+        *((name, c_void_p) for name in ("ranks", "totals", "top_ids")),
+    ]
 
 
 class LayerDesc(ctypes.Structure):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from hexad.operators.native.draw import bind_draw, bind_token_ranks, supports_draw
 from hexad.operators.native.library import BLOCKS, DTYPES, MAX_PARTS, SOURCES, PackedWeight, probe, require
 from hexad.operators.native.stack import bind_stack, prepare_stack, supports_stack
 from hexad.operators.packed import PackedLinearArgs, PackedParams, StoredRows
@@ -85,3 +86,5 @@ def _register(op: str, bind: Callable, supports: Callable, prepare: Callable) ->
 
 _register("packed_linear", bind_linear, supports_linear, prepare_linear)
 _register("decoder_stack", bind_stack, supports_stack, prepare_stack)
+registry.register(Provider("draw", "native", bind_draw, supports_draw, priority=20))
+registry.register(Provider("token_ranks", "native", bind_token_ranks, supports_draw, priority=20))

@@ -90,7 +90,7 @@ extern "C" {
 
 #pragma GCC visibility push(default)
 
-int32_t hx_version() { return 5; }
+int32_t hx_version() { return 6; }
 
 // Chooses the instruction set: `name`, or the best if it is empty. The name of the one taken; null: this machine has no such one.
 const char* hx_choose(const char* name) {
@@ -206,6 +206,23 @@ int32_t hx_rows(const void* weight, const int64_t* ids, int32_t count, void* out
     r.kernels->dequantize_row(w, ids[i], row);
     r.kernels->widen(row, kF32, static_cast<uint8_t*>(out) + i * w->in_features * item_bytes(dtype), dtype, w->in_features);
   }
+  return kDone;
+}
+
+// A random token of each row.
+int32_t hx_draw(const DrawTask* task, int32_t rows) {
+  Runtime& r = runtime();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  if (!r.reserve_scratch(draw_scratch_bytes(task->vocab))) return kNoMemory;
+  r.workers().run(rows, [&](int row, int thread) { r.kernels->draw(task, row, r.scratch_of(thread)); });
+  return kDone;
+}
+
+// Ranks and best tokens of each row. The caller has checked that the token ids are within the vocabulary.
+int32_t hx_rank(const RankTask* task, int32_t rows) {
+  Runtime& r = runtime();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  r.workers().run(rows, [&](int row, int) { r.kernels->rank(task, row); });
   return kDone;
 }
 

@@ -32,6 +32,7 @@ static void linear_tiles(const LinearTask& t, int64_t first, int64_t last, uint8
 #include "tiles.h"
 #endif
 #include "rows.h"
+#include "draw.h"
 #if HX_AMX
 struct Keys;
 static inline bool tiles_serve(const AttentionTask& t, int queries);
@@ -46,7 +47,7 @@ static void attend_tiles(const Keys& keys, int row, int low, int high, uint8_t* 
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    HX_STRING(HX_ISA), HX_BF16, HX_TILE_ROWS, linear, sums, norm, rope, attention, gate, dequantize_row, widen,
+    HX_STRING(HX_ISA), HX_BF16, HX_TILE_ROWS, linear, sums, norm, rope, attention, gate, dequantize_row, widen, draw, rank,
 };
 
 }  // namespace HX_ISA

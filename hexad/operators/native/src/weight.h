@@ -122,6 +122,31 @@ struct AttentionTask {
   int64_t ldo;
 };
 
+struct DrawTask {
+  const float* logits;  // [rows][stride], `vocab` of them live
+  int64_t stride, vocab;
+  const float* best;           // [rows] the largest logit
+  const float* temperature;    // [rows]
+  const int64_t* min_weight;   // [rows] or null
+  const int64_t* top_k;        // [rows], vocab for no limit
+  const double* top_p;         // [rows], 1 for no limit
+  const double* uniforms;      // [rows] in [0, 1)
+  int64_t* out;                // [rows]
+};
+
+constexpr int kMostRanked = 64;
+
+struct RankTask {
+  const float* logits;  // [rows][stride], `vocab` of them live
+  int64_t stride, vocab;
+  const float* best;         // [rows] the largest logit
+  const int64_t* token_ids;  // [rows]
+  int32_t top;               // at most kMostRanked and vocab
+  int64_t* ranks;            // [rows], 1 = most likely
+  int64_t* totals;           // [rows] sums of weights
+  int64_t* top_ids;          // [rows][top], best first
+};
+
 // One instruction set's code. `scratch` is this thread's own memory, `scratch_bytes` of it, 64-byte aligned.
 struct Kernels {
   const char* name;
@@ -135,6 +160,11 @@ struct Kernels {
   void (*gate)(const float* both, int32_t activation, int64_t half, void* out, int32_t out_dtype);  // both [2 half]: gate, up
   void (*dequantize_row)(const Weight*, int64_t row, float* out);
   void (*widen)(const void* in, int32_t in_dtype, void* out, int32_t out_dtype, int64_t count);
+  void (*draw)(const DrawTask*, int row, uint8_t* scratch);
+  void (*rank)(const RankTask*, int row);
 };
+
+// What `draw` needs of a thread's memory: keys, weights, and two numbers a bucket.
+inline size_t draw_scratch_bytes(int64_t vocab) { return static_cast<size_t>((vocab + kLanes - 1) / kLanes * kLanes) * 12 + 2048 * 12; }
 
 }  // namespace hx
