@@ -80,6 +80,17 @@ def test_draws_are_those_of_the_reference(shape, kind):
         compare(shape, kind, 4 if INTERPRETED else 300, VOCAB, min_p=min_p)
 
 
+@pytest.mark.parametrize("shape", ["smooth", "ties", "few values"])
+def test_brackets_that_no_list_holds(shape, monkeypatch):
+    """Programs of few threads: lists are begun late, or are too short."""
+    from hexad.operators.triton import draw
+
+    fresh_seed()
+    monkeypatch.setattr(draw, "WARPS", (1, 2))
+    for kind in ("short", "nucleus"):
+        compare(shape, kind, 4 if INTERPRETED else 300, VOCAB, min_p=False)
+
+
 @pytest.mark.parametrize("kind", ["dense", "nucleus"])
 def test_borders_of_a_row_are_exact(kind):
     """Uniforms that point at the first and the last kept token, where one token more or less would move the draw."""

@@ -2,8 +2,9 @@
 
 top_k and top_p each keep a prefix of the ranking, so each needs one border only: a magnitude of the shifted logit, and an id among the
 tokens that share it. The border is bracketed: one pass over the row measures (counts, or weighs) what lies below eight candidates, three
-that quarter the bracket, so that passes are bounded, and five about the place where the border should be if tokens lay evenly. A pass
-is skipped where a row's options do not need it. Rows that are not finite end like any other, with a valid id that means nothing.
+that quarter the bracket, so that passes are bounded, and five about the place where the border should be if tokens lay evenly. Once the
+bracket holds few tokens they are listed, a column a thread, and what remains reads the list. A pass is skipped where a row's options
+do not need it. Rows that are not finite end like any other, with a valid id that means nothing.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
@@ -19,6 +20,9 @@ from hexad.operators.draw import DrawOptions
 from hexad.operators.registry import Kernel
 from hexad.operators.triton.launch import INTERPRETED, Launcher, target
 
+WARPS = (16, 32)  # a program's: with many rows, with few
+DEPTH: tl.constexpr = tl.constexpr(16)  # listed tokens a thread, at most
+LISTED: tl.constexpr = tl.constexpr(4)  # on average, where a list is begun
 FAR: tl.constexpr = tl.constexpr(0x41E00000)  # bits of 28.0: exp(-28) * 2^40 < 1, so all magnitudes beyond are one
 NOWHERE: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 SCALE: tl.constexpr = tl.constexpr(1099511627776.0)  # 2^40
@@ -52,6 +56,60 @@ def _measure(row_ptr, at, vocab, best, temperature, least, far, far_id, MASS: tl
     else:
         amount = kept.to(tl.int64)
     return magnitude, amount
+
+
+@triton.jit
+def _listed(list_ptr, counts, depth, lane, least, MASS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr):
+    """As `_measure`, of one listed token a thread."""
+    there = depth < counts
+    magnitude = tl.load(list_ptr + depth * BLOCK + lane, mask=there, other=0)
+    if MASS:
+        amount = tl.where(there, _weigh(-(magnitude.to(tl.float32, bitcast=True)), least, EXACT), 0)
+    else:
+        amount = there.to(tl.int64)
+    return tl.where(there, magnitude, NOWHERE), amount
+
+
+@triton.jit
+def _gather(list_ptr, row_ptr, vocab, best, temperature, least, far, far_id, low, high,
+            MASS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+    """List the magnitudes in [low, high): how many each thread found, of which it kept the first DEPTH."""
+    lane = tl.arange(0, BLOCK)
+    counts = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocab, BLOCK * UNROLL):
+        for i in tl.static_range(UNROLL):
+            at = start + i * BLOCK + lane
+            magnitude, amount = _measure(row_ptr, at, vocab, best, temperature, least, far, far_id, MASS, EXACT)
+            taken = (magnitude >= low) & (magnitude < high) & (amount > 0)
+            tl.store(list_ptr + counts * BLOCK + lane, magnitude, mask=taken & (counts < DEPTH))
+            counts += taken.to(tl.int32)
+    tl.debug_barrier()
+    return counts, tl.max(counts, 0)
+
+
+@triton.jit
+def _below_listed(list_ptr, counts, deepest, least, low, high, base, a, b, c, d, e, f, g, h,
+                  MASS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """As `_below`, where `base` lies below all that is listed."""
+    lane = tl.arange(0, BLOCK)
+    sa = tl.zeros([BLOCK], tl.int64)
+    sb, sc, sd, se, sf, sg, sh = sa, sa, sa, sa, sa, sa, sa
+    first, last = tl.full([BLOCK], NOWHERE, tl.int32), tl.zeros([BLOCK], tl.int32)
+    for depth in range(deepest):
+        magnitude, amount = _listed(list_ptr, counts, depth, lane, least, MASS, EXACT, BLOCK)
+        sa += tl.where(magnitude < a, amount, 0)
+        sb += tl.where(magnitude < b, amount, 0)
+        sc += tl.where(magnitude < c, amount, 0)
+        sd += tl.where(magnitude < d, amount, 0)
+        se += tl.where(magnitude < e, amount, 0)
+        sf += tl.where(magnitude < f, amount, 0)
+        sg += tl.where(magnitude < g, amount, 0)
+        sh += tl.where(magnitude < h, amount, 0)
+        first = tl.minimum(first, tl.where((magnitude >= low) & (amount > 0), magnitude, NOWHERE))
+        last = tl.maximum(last, tl.where((magnitude < high) & (amount > 0), magnitude, 0))
+    sa, sb, sc, sd = base + tl.sum(sa, 0), base + tl.sum(sb, 0), base + tl.sum(sc, 0), base + tl.sum(sd, 0)
+    se, sf, sg, sh = base + tl.sum(se, 0), base + tl.sum(sf, 0), base + tl.sum(sg, 0), base + tl.sum(sh, 0)
+    return sa, sb, sc, sd, se, sf, sg, sh, tl.min(first, 0), tl.max(last, 0)
 
 
 @triton.jit
@@ -93,12 +151,8 @@ def _narrow(low, high, base, top, limit, candidate, amount):
 
 
 @triton.jit
-def _bracket(row_ptr, vocab, best, temperature, least, far, far_id, low, high, base, top, limit, a, b, c, d, e, f, g, h,
-             MASS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
-    """One pass: the bracket among eight candidates."""
-    sa, sb, sc, sd, se, sf, sg, sh, first, last = _below(
-        row_ptr, vocab, best, temperature, least, far, far_id, low, high, a, b, c, d, e, f, g, h, MASS, EXACT, BLOCK, UNROLL
-    )
+def _narrow_all(low, high, base, top, limit, a, b, c, d, e, f, g, h, sa, sb, sc, sd, se, sf, sg, sh, first, last):
+    """The bracket after all candidates, and without what holds no token."""
     low, high, base, top = _narrow(low, high, base, top, limit, a, sa)
     low, high, base, top = _narrow(low, high, base, top, limit, b, sb)
     low, high, base, top = _narrow(low, high, base, top, limit, c, sc)
@@ -107,9 +161,20 @@ def _bracket(row_ptr, vocab, best, temperature, least, far, far_id, low, high, b
     low, high, base, top = _narrow(low, high, base, top, limit, f, sf)
     low, high, base, top = _narrow(low, high, base, top, limit, g, sg)
     low, high, base, top = _narrow(low, high, base, top, limit, h, sh)
-    low = tl.maximum(low, first)  # no token lies between
-    high = tl.maximum(tl.minimum(high, last + 1), low + 1)
-    return low, high, base, top
+    low = tl.maximum(low, first)
+    return low, tl.maximum(tl.minimum(high, last + 1), low + 1), base, top
+
+
+@triton.jit
+def _candidates(low, high, base, top, limit):
+    """Three that quarter the bracket, five about the guess."""
+    width = high - low
+    share = (limit - base).to(tl.float32) / (top - base).to(tl.float32)
+    guess = tl.minimum(tl.maximum(low + (share * width.to(tl.float32)).to(tl.int32), low), high)
+    near, close = width // 32 + 1, width // 256 + 1
+    d, e = tl.maximum(guess - near, low), tl.maximum(guess - close, low)
+    g, h = tl.minimum(guess + close, high), tl.minimum(guess + near, high)
+    return low + width // 4, low + width // 2, high - width // 4, d, e, guess, g, h
 
 
 @triton.jit
@@ -122,24 +187,39 @@ def _smallest(magnitude, least, MASS: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _border(row_ptr, vocab, best, temperature, least, far, far_id, low, high, base, top, limit,
+def _open(low, high, base, top, limit, one):
+    """The border is not found yet: several magnitudes, more than one token (each measures `one` or more), and one that is cut."""
+    return (high - low > 1) & (top - base >= 2 * one) & (top - one >= limit)
+
+
+@triton.jit
+def _border(list_ptr, row_ptr, vocab, best, temperature, least, far, far_id, low, high, base, top, limit,
             MASS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
     """The last token, best first, before which less than `limit` lies: its magnitude and id, and what lies up to it.
 
     Given: less than `limit` lies below `low`, no less below `high`.
     """
     one = _smallest(high - 1, least, MASS, EXACT)
-    # ends at one magnitude, or where the bracket holds one token, or none that is cut
-    while (high - low > 1) & (top - base >= 2 * one) & (top - one >= limit):
-        width = high - low
-        share = (limit - base).to(tl.float32) / (top - base).to(tl.float32)
-        guess = low + (share * width.to(tl.float32)).to(tl.int32)
-        near, close = width // 32 + 1, width // 256 + 1
-        low, high, base, top = _bracket(
-            row_ptr, vocab, best, temperature, least, far, far_id, low, high, base, top, limit,
-            low + width // 4, low + width // 2, high - width // 4,
-            tl.maximum(guess - near, low), tl.maximum(guess - close, low), tl.minimum(tl.maximum(guess, low), high),
-            tl.minimum(guess + close, high), tl.minimum(guess + near, high), MASS, EXACT, BLOCK, UNROLL,
+    counts, deepest, floor = tl.zeros([BLOCK], tl.int32), vocab * 0 + DEPTH + 1, base
+    untried = deepest > 0
+    while _open(low, high, base, top, limit, one):
+        if untried & ((top - base) // one <= LISTED * BLOCK):
+            counts, deepest = _gather(
+                list_ptr, row_ptr, vocab, best, temperature, least, far, far_id, low, high, MASS, EXACT, BLOCK, UNROLL
+            )  # fmt: skip
+            floor = base
+            untried = deepest < 0
+        a, b, c, d, e, f, g, h = _candidates(low, high, base, top, limit)
+        if deepest <= DEPTH:
+            sa, sb, sc, sd, se, sf, sg, sh, first, last = _below_listed(
+                list_ptr, counts, deepest, least, low, high, floor, a, b, c, d, e, f, g, h, MASS, EXACT, BLOCK
+            )  # fmt: skip
+        else:
+            sa, sb, sc, sd, se, sf, sg, sh, first, last = _below(
+                row_ptr, vocab, best, temperature, least, far, far_id, low, high, a, b, c, d, e, f, g, h, MASS, EXACT, BLOCK, UNROLL
+            )  # fmt: skip
+        low, high, base, top = _narrow_all(
+            low, high, base, top, limit, a, b, c, d, e, f, g, h, sa, sb, sc, sd, se, sf, sg, sh, first, last
         )  # fmt: skip
         one = _smallest(high - 1, least, MASS, EXACT)
     magnitude, border_id, whole = high - 1, vocab, top
@@ -195,7 +275,7 @@ def _limit(top_p, total):
 
 
 @triton.jit(do_not_specialize=["row_stride", "vocab"])
-def draw_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, top_k_ptr, top_p_ptr, uniform_ptr, out_ptr, row_stride, vocab,
+def draw_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, top_k_ptr, top_p_ptr, uniform_ptr, out_ptr, list_ptr, row_stride, vocab,
                 LISTS: tl.constexpr, MINIMUM: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
     """One row. LISTS: rows may have top_k and top_p; MINIMUM: they may have min_p."""
     row = tl.program_id(0).to(tl.int64)
@@ -206,31 +286,36 @@ def draw_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, top_k_ptr, top
     zero, all_magnitudes = row * 0, vocab * 0 + FAR + 1
     nearest = vocab * 0
     if LISTS:
+        list_ptr += row * DEPTH * BLOCK
+        # 0.5, 2, 4, 6, 8, 10, 14: a first bracket for logits of any scale in use
+        a, b, c, d = nearest + 0x3F000000, nearest + 0x40000000, nearest + 0x40800000, nearest + 0x40C00000
+        e, f, g = nearest + 0x41000000, nearest + 0x41200000, nearest + 0x41600000
         top_k = tl.load(top_k_ptr + row)
         if top_k < vocab:
-            far, far_id, _kept = _border(
-                row_ptr, vocab, best, temperature, least, far, far_id, nearest, all_magnitudes, zero, zero + vocab, tl.maximum(top_k, 1),
-                False, EXACT, BLOCK, UNROLL,
+            limit = tl.maximum(top_k, 1)
+            sa, sb, sc, sd, se, sf, sg, total, first, last = _below(
+                row_ptr, vocab, best, temperature, least, far, far_id, nearest, all_magnitudes,
+                a, b, c, d, e, f, g, all_magnitudes, False, EXACT, BLOCK, UNROLL,
             )  # fmt: skip
-        # 0.5, 2, 4, 6, 8, 10, 14: with the total, what is needed for the limit, and most of a bracket
+            low, high, base, top = _narrow_all(
+                nearest, all_magnitudes, zero, total, limit, a, b, c, d, e, f, g, all_magnitudes,
+                sa, sb, sc, sd, se, sf, sg, total, first, last,
+            )  # fmt: skip
+            far, far_id, _kept = _border(
+                list_ptr, row_ptr, vocab, best, temperature, least, far, far_id, low, high, base, top, limit, False, EXACT, BLOCK, UNROLL
+            )  # fmt: skip
         sa, sb, sc, sd, se, sf, sg, total, first, last = _below(
             row_ptr, vocab, best, temperature, least, far, far_id, nearest, all_magnitudes,
-            nearest + 0x3F000000, nearest + 0x40000000, nearest + 0x40800000, nearest + 0x40C00000, nearest + 0x41000000,
-            nearest + 0x41200000, nearest + 0x41600000, all_magnitudes, True, EXACT, BLOCK, UNROLL,
+            a, b, c, d, e, f, g, all_magnitudes, True, EXACT, BLOCK, UNROLL,
         )  # fmt: skip
         limit = _limit(tl.load(top_p_ptr + row), total)
         if limit < total:
-            low, high, base, top = _narrow(nearest, all_magnitudes, zero, total, limit, nearest + 0x3F000000, sa)
-            low, high, base, top = _narrow(low, high, base, top, limit, nearest + 0x40000000, sb)
-            low, high, base, top = _narrow(low, high, base, top, limit, nearest + 0x40800000, sc)
-            low, high, base, top = _narrow(low, high, base, top, limit, nearest + 0x40C00000, sd)
-            low, high, base, top = _narrow(low, high, base, top, limit, nearest + 0x41000000, se)
-            low, high, base, top = _narrow(low, high, base, top, limit, nearest + 0x41200000, sf)
-            low, high, base, top = _narrow(low, high, base, top, limit, nearest + 0x41600000, sg)
-            low = tl.maximum(low, first)
-            high = tl.maximum(tl.minimum(high, last + 1), low + 1)
+            low, high, base, top = _narrow_all(
+                nearest, all_magnitudes, zero, total, limit, a, b, c, d, e, f, g, all_magnitudes,
+                sa, sb, sc, sd, se, sf, sg, total, first, last,
+            )  # fmt: skip
             magnitude, border_id, total = _border(
-                row_ptr, vocab, best, temperature, least, far, far_id, low, high, base, top, limit, True, EXACT, BLOCK, UNROLL
+                list_ptr, row_ptr, vocab, best, temperature, least, far, far_id, low, high, base, top, limit, True, EXACT, BLOCK, UNROLL
             )  # fmt: skip
             far_id = tl.where(magnitude == far, tl.minimum(far_id, border_id), border_id)
             far = magnitude
@@ -261,7 +346,7 @@ def bind_draw(args: DrawArgs) -> Kernel:
         (lists, minimum, warps): launcher(lists=lists, minimum=minimum, warps=warps)
         for lists in (False, True)
         for minimum in (False, True)
-        for warps in (16, 32)
+        for warps in WARPS
     }
 
     def draw(logits: torch.Tensor, best: torch.Tensor, options: DrawOptions, uniforms: torch.Tensor) -> torch.Tensor:
@@ -269,10 +354,13 @@ def bind_draw(args: DrawArgs) -> Kernel:
         out = torch.empty(rows, dtype=torch.int64, device=logits.device)
         if rows:
             least = options.min_weight
-            kernel = launchers[options.kind != "dense", least is not None, 32 if rows <= processors else 16]
+            warps = WARPS[rows <= processors]
+            kernel = launchers[options.kind != "dense", least is not None, warps]
             minimum = options.top_k if least is None else least  # a pointer that is not read
             tensors = (logits, best, options.temperature, minimum, options.top_k, options.top_p, uniforms, out)
-            kernel((rows, 1, 1), *tensors, logits.stride(0), args.vocab_size)
+            listed = DEPTH.value * 32 * warps if options.kind != "dense" else 0
+            lists = torch.empty((rows, listed), dtype=torch.int32, device=logits.device)
+            kernel((rows, 1, 1), *tensors, lists, logits.stride(0), args.vocab_size)
         return out
 
     return draw
