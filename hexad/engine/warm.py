@@ -80,6 +80,7 @@ def run_steps(config: HexadConfig, spec: ModelSpec, files: Path) -> None:
     with torch.inference_mode():
         for shape in step_shapes(settings.max_num_seqs, settings.max_batched_tokens):
             _run(model, kv, sampler, shape, settings)
+        sampler.take_best(torch.empty((1, settings.vocab_size), device=META))  # of logits that are edited, drawn from or listed
         for rows in FEW_AND_MANY_ROWS:
             _draw(rows, settings.vocab_size, config.device.operators)
 
