@@ -9,9 +9,11 @@ import typer
 
 from hexad.bench import results
 from hexad.bench.command import CalibrationOption, EngineOption, JsonOption, ModelOption, QuietOption, chosen_model, engine_options, guarded
+from hexad.common.errors import ConfigError
 from hexad.hardware.machine import read_processor
 
-BatchesOption = Annotated[list[int] | None, typer.Option("--batch", help="batch sizes; may be repeated")]
+KERNEL_DTYPES = ("float32", "bfloat16", "float16")
+BatchesOption = Annotated[list[int] | None, typer.Option("--batch", min=1, help="batch sizes; may be repeated")]
 # field of a row -> heading
 _KERNELS = {
     "op": "operator", "label": "shape", "provider": "provider", "chosen": "chosen", "us": "us", "gb_s": "GB/s", "tflop_s": "TFLOP/s",
@@ -33,7 +35,7 @@ def startup(
     model: ModelOption = None,
     json_path: JsonOption = None,
     option: EngineOption = None,
-    warm_runs: Annotated[int, typer.Option(help="starts with warm caches; the median counts")] = 2,
+    warm_runs: Annotated[int, typer.Option(min=0, help="starts with warm caches; the median counts")] = 2,
     calibration_s: CalibrationOption = 0.3,
     quiet: QuietOption = False,
 ) -> None:
@@ -85,12 +87,12 @@ def kernels(
     model: ModelOption = None,
     json_path: JsonOption = None,
     batch: BatchesOption = None,
-    context: Annotated[list[int] | None, typer.Option(help="context lengths of attention; may be repeated")] = None,
+    context: Annotated[list[int] | None, typer.Option(min=1, help="context lengths of attention; may be repeated")] = None,
     op: Annotated[list[str] | None, typer.Option(help="only these operators")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; default: the model's")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="CPU threads")] = None,
-    seconds: Annotated[float, typer.Option(help="time spent on each case and provider")] = 0.2,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads")] = None,
+    seconds: Annotated[float, typer.Option(min=0.001, help="time spent on each case and provider")] = 0.2,
     calibration_s: CalibrationOption = 0.3,
     quiet: QuietOption = False,
 ) -> None:
@@ -104,12 +106,16 @@ def kernels(
         from hexad.bench.facts import locate, read_facts
         from hexad.bench.kernels import measure_kernels
         from hexad.bench.session import calibrated_device
+        from hexad.hardware.devices import resolve_device
         from hexad.hardware.measure import calibrate
+        from hexad.operators.load import load_operators
 
         if threads:
             torch.set_num_threads(threads)
         spec, stored = read_facts(name)
-        chosen = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device)
+        chosen = resolve_device(device)
+        if dtype not in (None, *KERNEL_DTYPES):
+            raise ConfigError(f"--dtype is {dtype!r}: use {', '.join(KERNEL_DTYPES)}")
         result = results.new_result("kernels", None, spec.name, stored.name)
         results.begin(result, json_path)
         note("calibrating", quiet)
@@ -126,6 +132,9 @@ def kernels(
             results.save(result, json_path)
 
         path = locate(name)
+        for wanted in op or ():
+            if wanted not in load_operators().ops():
+                raise ConfigError(f"there is no operator {wanted!r}: known are {', '.join(load_operators().ops())}")
         rows = measure_kernels(
             spec, getattr(torch, dtype or spec.dtype), chosen, calibrated_device(result["calibration"]),
             batches=batches, contexts=contexts, ops=op or (), seconds=seconds, save=keep,
@@ -145,7 +154,7 @@ def accuracy(
     reference: Annotated[str, typer.Option(help="transformers, none, or a file written by --save")] = "transformers",
     text: Annotated[Path | None, typer.Option(help="a text file (default: a small public-domain text in the package)")] = None,
     window: Annotated[int, typer.Option(help="tokens a window")] = 512,
-    max_tokens: Annotated[int | None, typer.Option(help="tokens in all")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="tokens in all")] = None,
     save: Annotated[Path | None, typer.Option(help="keep this run's log-probabilities for later comparisons")] = None,
     option: EngineOption = None,
 ) -> None:
@@ -187,8 +196,8 @@ def profile(
     model: ModelOption = None,
     json_path: JsonOption = None,
     batch: BatchesOption = None,
-    prompt: Annotated[int, typer.Option("--input-len", help="prompt tokens")] = 128,
-    steps: Annotated[int, typer.Option(help="decode steps recorded")] = 32,
+    prompt: Annotated[int, typer.Option("--input-len", min=1, help="prompt tokens")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="decode steps recorded")] = 32,
     by_layer: Annotated[bool, typer.Option("--by-layer", help="do without whole-network operators, to see inside them")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="a GPU's idle time instead, with graphs, from the profiler's trace")] = False,
     mixed: Annotated[bool, typer.Option("--mixed", help="with --trace: streams that go on, so that prompts join the steps")] = False,
@@ -278,7 +287,6 @@ def traced(
     from hexad.bench.facts import read_facts
     from hexad.bench.inprocess import InProcess
     from hexad.bench.shapes import is_shape, resolve_model
-    from hexad.common.errors import ConfigError
     from hexad.hardware.measure import calibrate
 
     if device_of(options) != "cuda":

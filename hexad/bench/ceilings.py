@@ -46,9 +46,10 @@ def calibration_of(
         return None, "the device is simulated"
     import torch
 
+    from hexad.hardware.devices import resolve_device
     from hexad.hardware.measure import calibrate
 
-    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    on_gpu = resolve_device(device).type == "cuda"
     guess = base_url is not None and device == "auto" and on_gpu
     note("calibrating" + (" this machine's GPU; if the server runs on the processors, say -o device=cpu" if guess else ""), quiet)
     try:

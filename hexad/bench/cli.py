@@ -33,6 +33,7 @@ from hexad.bench.command import (
     engine_options,
     guarded,
 )
+from hexad.common.errors import ConfigError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Measure speed, memory and accuracy; compare and draw results.")
 
@@ -61,6 +62,8 @@ def run_loads(
             name = served_default(target["base_url"], target["served_model_name"], target["api_key"])
         else:
             name = chosen_model(model, quiet)
+        if "W6" in [wanted.upper() for wanted in loads or ()]:
+            raise ConfigError("W6 is the start of an engine: `hexad bench startup` measures it, these loads are run: W1 to W5, W7 to W9")
         chosen = [find_load(wanted).scaled(**scaling) for wanted in loads or default_loads]
         for load in chosen:
             for key, why in load.fixed.items():
@@ -160,13 +163,13 @@ def serve(
     input_len: InputOption = None,
     output_len: OutputOption = None,
     concurrency: ConcurrencyOption = None,
-    request_rate: Annotated[float | None, typer.Option(help="requests a second at random (Poisson) instead of a closed loop")] = None,
+    request_rate: Annotated[float | None, typer.Option(min=0.001, help="requests a second at random (Poisson), no closed loop")] = None,
     goodput: Annotated[list[str] | None, typer.Option(help="A limit of good requests, ms (repeatable): ttft:1000, tpot:50 ...")] = None,
     base_url: UrlOption = None,
     served_model_name: NameOption = None,
     api_key: KeyOption = None,
     spawn: Annotated[bool, typer.Option("--spawn", help="start `hexad serve` here, measure it, then the engine in this process")] = False,
-    clients: Annotated[int | None, typer.Option(help="client processes (default: one for 128 streams)")] = None,
+    clients: Annotated[int | None, typer.Option(min=1, help="client processes (default: one for 128 streams)")] = None,
     extra_body: Annotated[str | None, typer.Option(help="JSON object merged into every request")] = None,
     option: EngineOption = None,
     profile: ProfileOption = None,

@@ -24,22 +24,22 @@ ModelOption = Annotated[
 ]
 LoadOption = Annotated[list[str] | None, typer.Option("--load", help="W1 to W9; may be repeated")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="write the result here (with several loads: FILE-W1.json, ...)")]
-DurationOption = Annotated[float | None, typer.Option("--duration-s", help="steady state for so long, instead of the whole load")]
-RequestsOption = Annotated[int | None, typer.Option("--requests", "--num-prompts", help="in place of the load's number")]
-InputOption = Annotated[list[int] | None, typer.Option("--input-len", help="prompt tokens; may be repeated where the load sweeps them")]
-OutputOption = Annotated[int | None, typer.Option("--output-len", help="output tokens")]
-PrefixOption = Annotated[int | None, typer.Option("--prefix-len", help="shared prefix tokens")]
-BatchOption = Annotated[list[int] | None, typer.Option("--batch", help="batch sizes of a decode sweep")]
-ConcurrencyOption = Annotated[list[int] | None, typer.Option("--concurrency", "--max-concurrency", help="streams at once")]
+DurationOption = Annotated[float | None, typer.Option("--duration-s", min=0.1, help="steady state for so long, instead of the whole load")]
+RequestsOption = Annotated[int | None, typer.Option("--requests", "--num-prompts", min=1, help="in place of the load's number")]
+InputOption = Annotated[list[int] | None, typer.Option("--input-len", min=1, help="prompt tokens; repeat it where the load sweeps them")]
+OutputOption = Annotated[int | None, typer.Option("--output-len", min=1, help="output tokens")]
+PrefixOption = Annotated[int | None, typer.Option("--prefix-len", min=0, help="shared prefix tokens")]
+BatchOption = Annotated[list[int] | None, typer.Option("--batch", min=1, help="batch sizes of a decode sweep")]
+ConcurrencyOption = Annotated[list[int] | None, typer.Option("--concurrency", "--max-concurrency", min=1, help="streams at once")]
 UrlOption = Annotated[str | None, typer.Option("--base-url", help="an OpenAI-compatible address instead of an engine in this process")]
 NameOption = Annotated[str | None, typer.Option("--served-model-name", help="the model's name at the address")]
 KeyOption = Annotated[str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="key for the address")]
 EngineOption = Annotated[list[str] | None, typer.Option("-o", "--option", help="engine option as key=value, such as max_num_seqs=256")]
 ProfileOption = Annotated[str | None, typer.Option("--profile", help="chat, batch or agent: scheduler settings for it (printed)")]
 SeedOption = Annotated[int, typer.Option("--seed", help="of the random prompts")]
-CalibrationOption = Annotated[float, typer.Option("--calibration-s", help="seconds for each ceiling measured first; 0: none")]
+CalibrationOption = Annotated[float, typer.Option("--calibration-s", min=0, help="seconds for each ceiling measured first; 0: none")]
 QuietOption = Annotated[bool, typer.Option("--quiet", help="no progress")]
-RepeatsOption = Annotated[int, typer.Option("--repeats", help="runs of a single stream; the median counts")]
+RepeatsOption = Annotated[int, typer.Option("--repeats", min=1, help="runs of a single stream; the median counts")]
 
 
 def guarded(action: Callable[[], Any]) -> Any:
@@ -56,6 +56,11 @@ def guarded(action: Callable[[], Any]) -> Any:
     except HexadError as error:
         typer.echo(error.message, err=True)
         raise typer.Exit(getattr(error, "exit_code", 1)) from None
+    except OSError as error:  # a file or folder that somebody named
+        if error.filename is None:
+            raise
+        typer.echo(f"{error.filename}: {error.strerror}", err=True)
+        raise typer.Exit(2) from None
 
 
 def chosen_model(model: str | None, quiet: bool = False) -> str:

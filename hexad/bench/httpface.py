@@ -42,8 +42,10 @@ class HttpFace:
         """Look at the address.
 
         Raises:
-            ConfigError: nothing answers there, or it serves several models and `model` is None.
+            ConfigError: it is no web address, nothing answers there, or it serves several models and `model` is None.
         """
+        if not base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"--base-url is {base_url!r}: begin with http:// or https://, as in http://127.0.0.1:8000")
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._api_key = api_key
         self.model = model or self._only_model()

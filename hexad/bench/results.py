@@ -13,6 +13,7 @@ import os
 import platform
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 import hexad
 from hexad.bench.loads import Load
+from hexad.common.errors import ConfigError
 from hexad.hardware.machine import read_processor
 
 _VERSIONS = ("torch", "triton", "numpy", "transformers", "tokenizers", "msgspec", "pyzmq", "uvicorn")
@@ -136,9 +138,20 @@ _written: set[Path] = set()
 
 
 def begin(result: dict[str, Any], path: Path | None) -> None:
-    """From now on an interrupt leaves `result` at `path`, however little is in it."""
-    if path is not None:
-        _begun.append((result, path))
+    """From now on an interrupt leaves `result` at `path`, however little is in it.
+
+    Raises:
+        ConfigError: `path` is a folder.
+        OSError: its folder cannot be made or written to.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"--json {path} is a folder: name a file, such as {path / 'result.json'}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass  # better now than after the run
+    _begun.append((result, path))
 
 
 def keep_begun() -> list[Path]:
@@ -166,8 +179,6 @@ def load_results(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: a file that cannot be read, or not one result among them.
     """
-    from hexad.common.errors import ConfigError
-
     found = {}
     for path in paths:
         try:
@@ -187,8 +198,6 @@ def load_result(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: not a result of `hexad bench`.
     """
-    from hexad.common.errors import ConfigError
-
     try:
         result: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -72,7 +72,9 @@ class Run:
         """A short run of the load's own shape: kernels are compiled and graphs captured for the batch that counts."""
         if self.options.warmup:
             shared = self._prompts(1, shared_tokens, turn=998)[0] if shared_tokens else None
-            self.face.run(self._prompts(min(batch, MAX_WARM_REQUESTS), length, turn=999, shared=shared), outputs)
+            scheduler = self.face.info().get("config", {}).get("scheduler", {})
+            at_once = min(batch, MAX_WARM_REQUESTS, scheduler.get("max_num_seqs") or MAX_WARM_REQUESTS)
+            self.face.run(self._prompts(at_once, length, turn=999, shared=shared), outputs, tick=self.tick("warm-up"))
 
     def _single(self) -> Metrics:
         load = self.load

@@ -20,7 +20,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 def doctor(
     measure: Annotated[bool, typer.Option("--measure", help="measure memory bandwidth and matrix products (some seconds)")] = False,
     device: Annotated[str, typer.Option(help="with --measure: auto, cpu, cuda")] = "auto",
-    seconds: Annotated[float, typer.Option(help="with --measure: seconds a figure")] = 0.6,
+    seconds: Annotated[float, typer.Option(min=0.01, help="with --measure: seconds a figure")] = 0.6,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Exit code 1 when something will not work."""
@@ -39,9 +39,10 @@ def measure_ceilings(device: str, seconds: float) -> dict[str, Any]:
     """Calibration of the processors and, when there is one, of the GPU; by device."""
     import torch
 
+    from hexad.hardware.devices import resolve_device
     from hexad.hardware.measure import calibrate, cpu_read_bytes_s
 
-    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])] if device == "auto" else [device]
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])] if device == "auto" else [str(resolve_device(device))]
     found = {kind: calibrate(kind, seconds) for kind in kinds}
     if "cpu" in found:
         cores = read_machine().processor.cores

@@ -34,13 +34,15 @@ def plan(
     device: Annotated[str, typer.Option(help="H200, A100, L40S, RTX-4090, ..., or 'here' to measure this machine")] = "here",
     tensor_parallel_size: Annotated[int, typer.Option("--tensor-parallel-size", "-tp", help="devices that share the model")] = 1,
     context: Annotated[int, typer.Option(help="tokens of a sequence")] = 4096,
-    concurrency: Annotated[int | None, typer.Option(help="sequences at once (default: as many as fit, at most 256)")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="sequences at once (default: as many as fit, at most 256)")] = None,
     quantization: Annotated[str | None, typer.Option(help="weight format (default: the checkpoint's own)")] = None,
     dtype: Annotated[str | None, typer.Option(help="as --quantization, for unquantised formats")] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, bfloat16, fp8, int8, ...")] = "auto",
-    gpu_memory_utilization: Annotated[float, typer.Option(help="share of the device's memory that may be used")] = 0.9,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.01, max=1, help="share of the device's memory that may be used")] = 0.9,
     target_load: Annotated[str | None, typer.Option(help="requests/s:input tokens:output tokens; says how many replicas it takes")] = None,
-    efficiency: Annotated[float, typer.Option(help="for --target-load: share of the floor that is reached")] = planning.DEFAULT_EFFICIENCY,
+    efficiency: Annotated[
+        float, typer.Option(min=0.01, max=1, help="--target-load: share of the floor that is reached")
+    ] = planning.DEFAULT_EFFICIENCY,
     load: Annotated[list[str] | None, typer.Option(help="print the floors of these standard loads (W1 to W9)")] = None,
     against: Annotated[Path | None, typer.Option(help="a result of `hexad bench`: compare it with its floors")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,

@@ -37,7 +37,9 @@ def test_kernels_times_every_provider_that_serves(tiny, tmp_path):
     assert done.exit_code == 0, done.output
     result = json.loads(path.read_text())
     rows = result["metrics"]["rows"]
-    assert {"linear", "add_rms_norm", "gated_act", "rope_kv_write", "paged_attention"} <= {r["op"] for r in rows}
+    assert {"linear", "add_rms_norm", "gated_act", "rope_kv_write", "paged_attention", "best_token", "draw", "token_ranks"} <= {
+        r["op"] for r in rows
+    }
     assert {"decode 2 x 32", "prompt 32"} <= {r["label"] for r in rows} and all(r["us"] > 0 and r["share"] > 0 for r in rows)
     by_case = {}
     for row in rows:
