@@ -119,6 +119,5 @@ def _draw(rows: int, vocab_size: int, operators: dict[str, str]) -> None:
     logits = torch.empty((rows, vocab_size), device=META)
     floats, longs, doubles = (torch.empty(rows, dtype=dtype, device=META) for dtype in (torch.float32, torch.int64, torch.float64))
     for kind in ("dense", "short", "nucleus"):
-        for min_weight in (None, longs):
-            options = DrawOptions(kind, floats, min_weight, longs, doubles, min(SHORT_LIST, vocab_size))
-            draw(logits, floats, options, doubles)
+        options = DrawOptions(kind, floats, longs, longs, doubles, min(SHORT_LIST, vocab_size))
+        draw(logits, floats, options, doubles)

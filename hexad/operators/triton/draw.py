@@ -32,8 +32,16 @@ SCALE: tl.constexpr = tl.constexpr(1099511627776.0)  # 2^40
 def _weigh(shifted, least, EXACT: tl.constexpr):
     """Integer weights of shifted logits; 0 below `least`, and for NaN."""
     share = libdevice.exp(shifted) if EXACT else tl.exp(shifted)
-    weight = tl.where(shifted <= 0.0, share * SCALE, 0.0).to(tl.int64)
-    return tl.where(weight >= least, weight, 0)
+    weight = share * SCALE
+    return tl.where((shifted <= 0.0) & (weight >= least), weight, 0.0).to(tl.int64)
+
+
+@triton.jit
+def _least_float(weight):
+    """The least float32 that is not less than an integer weight."""
+    near = weight.to(tl.float32)
+    bits = near.to(tl.int32, bitcast=True)
+    return tl.where(near.to(tl.int64) < weight, bits + 1, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -274,14 +282,14 @@ def _limit(top_p, total):
     return tl.maximum(low, 1)
 
 
-@triton.jit(do_not_specialize=["row_stride", "vocab"])
-def draw_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, top_k_ptr, top_p_ptr, uniform_ptr, out_ptr, list_ptr, row_stride, vocab,
-                LISTS: tl.constexpr, MINIMUM: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
-    """One row. LISTS: rows may have top_k and top_p; MINIMUM: they may have min_p."""
+@triton.jit(do_not_specialize=["row_stride", "vocab", "has_minimum"])
+def draw_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, top_k_ptr, top_p_ptr, uniform_ptr, out_ptr, list_ptr,
+                row_stride, vocab, has_minimum, LISTS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+    """One row. LISTS: rows may have top_k and top_p."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     best, temperature = tl.load(best_ptr + row), tl.load(temperature_ptr + row)
-    least = tl.load(least_ptr + row) if MINIMUM else row * 0
+    least = _least_float(tl.load(least_ptr + row) * has_minimum)
     far, far_id = vocab * 0 + NOWHERE - 1, vocab
     zero, all_magnitudes = row * 0, vocab * 0 + FAR + 1
     nearest = vocab * 0
@@ -333,34 +341,26 @@ def draw_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, top_k_ptr, top
     tl.store(out_ptr + row, drawn.to(tl.int64))
 
 
-def launcher(*, lists: bool, minimum: bool, warps: int) -> Launcher:
+def launcher(*, lists: bool, warps: int) -> Launcher:
     """The kernel for one kind of group; 32 warps fit a multiprocessor."""
-    constants = {"LISTS": lists, "MINIMUM": minimum, "EXACT": not INTERPRETED, "BLOCK": 32 * warps, "UNROLL": 4 if lists else 8}
+    constants = {"LISTS": lists, "EXACT": not INTERPRETED, "BLOCK": 32 * warps, "UNROLL": 4 if lists else 8}
     return Launcher(draw_kernel, constants, num_warps=warps, max_registers=64)
 
 
 def bind_draw(args: DrawArgs) -> Kernel:
     """Rows of logits may be strided. More rows than multiprocessors share each between two programs."""
     processors = target().multiprocessors
-    launchers = {
-        (lists, minimum, warps): launcher(lists=lists, minimum=minimum, warps=warps)
-        for lists in (False, True)
-        for minimum in (False, True)
-        for warps in WARPS
-    }
+    launchers = {(lists, warps): launcher(lists=lists, warps=warps) for lists in (False, True) for warps in WARPS}
 
     def draw(logits: torch.Tensor, best: torch.Tensor, options: DrawOptions, uniforms: torch.Tensor) -> torch.Tensor:
         rows = logits.shape[0]
         out = torch.empty(rows, dtype=torch.int64, device=logits.device)
         if rows:
-            least = options.min_weight
-            warps = WARPS[rows <= processors]
-            kernel = launchers[options.kind != "dense", least is not None, warps]
-            minimum = options.top_k if least is None else least  # a pointer that is not read
-            tensors = (logits, best, options.temperature, minimum, options.top_k, options.top_p, uniforms, out)
-            listed = DEPTH.value * 32 * warps if options.kind != "dense" else 0
-            lists = torch.empty((rows, listed), dtype=torch.int32, device=logits.device)
-            kernel((rows, 1, 1), *tensors, lists, logits.stride(0), args.vocab_size)
+            lists, warps = options.kind != "dense", WARPS[rows <= processors]
+            least = options.top_k if options.min_weight is None else options.min_weight
+            scratch = torch.empty((rows, DEPTH.value * 32 * warps if lists else 0), dtype=torch.int32, device=logits.device)
+            tensors = (logits, best, options.temperature, least, options.top_k, options.top_p, uniforms, out, scratch)
+            launchers[lists, warps]((rows, 1, 1), *tensors, logits.stride(0), args.vocab_size, int(options.min_weight is not None))
         return out
 
     return draw
