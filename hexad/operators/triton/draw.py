@@ -284,7 +284,8 @@ def _limit(top_p, total):
 
 @triton.jit(do_not_specialize=["row_stride", "vocab", "has_minimum"])
 def draw_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, top_k_ptr, top_p_ptr, uniform_ptr, out_ptr, list_ptr,
-                row_stride, vocab, has_minimum, LISTS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+                row_stride, vocab, has_minimum,
+                LISTS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
     """One row. LISTS: rows may have top_k and top_p."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
