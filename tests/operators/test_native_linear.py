@@ -51,10 +51,12 @@ def test_products_agree_with_float64(isa: str, source: str, make, monkeypatch) -
             for dtype in (torch.float32, torch.bfloat16):
                 x = torch.randn(count, columns, generator=make).to(dtype)
                 expected = x.double() @ weight.T + (bias.double() if count == ROWS[-1] else 0)
-                tiles = isa == "amx" and dtype == torch.bfloat16  # weights are rounded to bfloat16 there, as plain ones would be
+                halves, plain = dtype == torch.bfloat16 and "bf16" in isa.replace("amx", "amx bf16"), source in ("bfloat16", "float32")
+                tiles = halves and isa == "amx" and count >= (4 if plain else 5)  # weights are rounded to bfloat16, as plain ones would be
+                words = halves and not tiles and not plain  # activations are rounded to 1 / 32767 of a group's largest
                 size = 0.1 * (x.double().abs() @ weight.T.abs()).norm()  # sums that cancel are not to be had exactly
                 found = packed.linear(x, torch.float32)
-                assert error(found, expected, size) < (1.2e-2 if tiles else 1e-5), (rows, columns, count, dtype)
+                assert error(found, expected, size) < (1.2e-2 if tiles else 3e-4 if words else 1e-5), (rows, columns, count, dtype)
                 assert error(packed.linear(x, torch.bfloat16), expected, size) < 2e-2
 
 

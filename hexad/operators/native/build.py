@@ -43,15 +43,15 @@ _TARGETS: dict[str, dict[str, tuple[str, ...]]] = {  # machine type -> instructi
         **_PORTABLE,
         "avx2": ("-O2", "-mavx2", "-mfma", "-mf16c"),
         "avx512": _AVX512,
-        "avx512bf16": (*_AVX512, "-mavx512bf16"),
-        "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        "avx512bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
+        "amx": (*_AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"),
     },
     "aarch64": {**_PORTABLE, "neon": ()},
 }
 _MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}  # other names of theirs
 _NEEDS = {  # as the system names them, best first
-    "amx": {"amx_bf16", "amx_tile", "avx512_bf16", "avx512bw", "avx512vl", "avx512dq"},
-    "avx512bf16": {"avx512_bf16", "avx512bw", "avx512vl", "avx512dq"},
+    "amx": {"amx_bf16", "amx_tile", "avx512_bf16", "avx512_vnni", "avx512bw", "avx512vl", "avx512dq"},
+    "avx512bf16": {"avx512_bf16", "avx512_vnni", "avx512bw", "avx512vl", "avx512dq"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
     "avx2": {"avx2", "fma", "f16c"},
 }

@@ -40,6 +40,10 @@ namespace {
          __builtin_cpu_supports("avx512dq");
 }
 
+[[maybe_unused]] bool has_avx512bf16() {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
+
 // The processor has bfloat16 tiles, and the system lets this process use them.
 [[maybe_unused]] bool has_tiles() {
   unsigned a = 7, b = 0, c = 0, d = 0;
@@ -73,10 +77,10 @@ int available(const Kernels** found) {
   if (has_avx512()) found[count++] = &avx512::kernels;
 #endif
 #ifdef HX_WITH_AVX512BF16
-  if (has_avx512() && __builtin_cpu_supports("avx512bf16")) found[count++] = &avx512bf16::kernels;
+  if (has_avx512bf16()) found[count++] = &avx512bf16::kernels;
 #endif
 #ifdef HX_WITH_AMX
-  if (has_avx512() && __builtin_cpu_supports("avx512bf16") && has_tiles()) found[count++] = &amx::kernels;
+  if (has_avx512bf16() && has_tiles()) found[count++] = &amx::kernels;
 #endif
   return count;
 }
@@ -190,7 +194,7 @@ int32_t hx_linear(const void* weight, const void* x, int32_t dtype, int32_t rows
     memset(target + w->in_features * item, 0, static_cast<size_t>((ldx - w->in_features) * item));
   }
   const int64_t ldo = epilogue == kGated ? total_features(*w) / 2 : total_features(*w);
-  LinearTask task{w, packed, ldx, nullptr, x_dtype, rows, epilogue, activation, out_dtype, 0, out, ldo};
+  LinearTask task{w, packed, ldx, nullptr, nullptr, nullptr, nullptr, x_dtype, rows, epilogue, activation, out_dtype, 0, out, ldo};
   return run_linear(r, task) ? kDone : kNoMemory;
 }
 

@@ -14,6 +14,9 @@
 // From this number of rows on, tiles beat one dot product at a time in every format (0: there are no tiles).
 #define HX_TILE_ROWS (HX_AMX ? 4 : 0)
 
+// With fewer rows, whole numbers beat them for packed codes; without tiles always.
+#define HX_WORD_ROWS (!HX_BF16 ? 0 : HX_AMX ? 5 : 1 << 30)
+
 #define HX_STRING_(x) #x
 #define HX_STRING(x) HX_STRING_(x)
 
@@ -47,7 +50,7 @@ static void attend_tiles(const Keys& keys, int row, int low, int high, uint8_t* 
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    HX_STRING(HX_ISA), HX_BF16, HX_TILE_ROWS, linear, sums, norm, rope, attention, gate, dequantize_row, widen, draw, rank,
+    HX_STRING(HX_ISA), HX_BF16, HX_TILE_ROWS, HX_WORD_ROWS, linear, sums, round_words, norm, rope, attention, gate, dequantize_row, widen, draw, rank,
 };
 
 }  // namespace HX_ISA

@@ -243,13 +243,124 @@ HX_INLINE void panel_bf16(const Weight& w, const uint8_t* panel, const uint16_t*
 }
 #endif
 
-// ---- the two, over any number of rows ----
+#if HX_BF16
+// ---- bfloat16 activations as 16-bit whole numbers: codes stay whole numbers, and so does their sum over a group ----
+//
+// A group's activations are rounded to 1 / 32767 of the largest, finer than bfloat16 does where it matters. Sums are below 2^27. Half the
+// instructions of bfloat16 products: no look-up, and twice the rate.
+
+constexpr float kSmallestWord = 1e-30f;  // groups whose largest number is below are zero: 32767 / largest stays finite
+
+// A group that holds a NaN or an infinity has the scale NaN.
+static void round_words(const void* x, int64_t ldx, int rows, int groups, int16_t* words, float* scales, int32_t* word_sums, float* sums) {
+  for (int row = 0; row < rows; ++row) {
+    const uint16_t* from = static_cast<const uint16_t*>(x) + row * ldx;
+    for (int group = 0; group < groups; ++group) {
+      const f16v a = from_bf16(from + group * kGroup), b = from_bf16(from + group * kGroup + kLanes);
+      const float bad = sum(a * 0.0f + b * 0.0f), top = largest(max(max(a, -a), max(b, -b)));
+      const bool clean = bad == 0, spread = clean && top >= kSmallestWord;
+      const float inverse = spread ? 32767.0f / top : 0.0f, scale = clean ? (spread ? top / 32767.0f : 0.0f) : bad;
+      const i16v first = __builtin_convertvector(clean ? round_nearest(a * inverse) : f16v{}, i16v);
+      const i16v second = __builtin_convertvector(clean ? round_nearest(b * inverse) : f16v{}, i16v);
+      const int64_t at = static_cast<int64_t>(row) * groups + group;
+      const s16v low = __builtin_convertvector(first, s16v), high = __builtin_convertvector(second, s16v);
+      memcpy(words + at * kGroup, &low, 32);
+      memcpy(words + at * kGroup + kLanes, &high, 32);
+      const int32_t first_sum = _mm512_reduce_add_epi32((__m512i)first), second_sum = _mm512_reduce_add_epi32((__m512i)second);
+      word_sums[2 * at] = first_sum;
+      word_sums[2 * at + 1] = second_sum;
+      scales[at] = scale;
+      sums[at] = scale * static_cast<float>(first_sum + second_sum);
+    }
+  }
+}
+
+static inline __m512i word_pair(const int16_t* x, int pair) {
+  uint32_t bits;
+  memcpy(&bits, x + 2 * pair, 4);
+  return _mm512_set1_epi32(static_cast<int>(bits));
+}
+
+template <int kFormat>
+static inline __m512i code_words(const uint8_t* group, int z, int i) {
+  if (has_6_bits(kFormat)) return _mm512_and_si512(wide_codes(group, z, i), _mm512_set1_epi16(63));
+  if (kFormat == kInt8) return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(group + 32 * (4 * z + i))));
+  const __m512i words = _mm512_loadu_si512(group + 64 * z);
+  const __m512i moved = i == 0 ? words : _mm512_srli_epi16(words, 4 * i);
+  return i == 3 ? moved : _mm512_and_si512(moved, _mm512_set1_epi16(15));
+}
+
+template <int kChains>
+static inline f16v total_of(const __m512i* chains) {
+  __m512i total = chains[0];
+  for (int c = 1; c < kChains; ++c) total = _mm512_add_epi32(total, chains[c]);
+  return (f16v)_mm512_cvtepi32_ps(total);
+}
+
+template <int kRows, int kFormat>
+HX_INLINE void panel_words(const LinearTask& t, const Weight& w, const uint8_t* panel, int row, f16v* y) {
+  constexpr int kChains = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;  // independent sums hide the latency of the dot product
+  const int zero = kFormat == kInt8 ? 0 : static_cast<int>(w.zero);
+  const bool halves = has_k_scales(kFormat) && w.halves;
+  for (int m = 0; m < kRows; ++m) y[m] = f16v{};
+  for (int group = 0; group < w.groups; ++group) {
+    constexpr int kBytes = code_bytes(kFormat);
+    const uint8_t* codes = panel + group * kBytes;
+    for (int line = 0; line < kBytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(codes + 4096 + line), _MM_HINT_T0);
+    const int64_t at = static_cast<int64_t>(row) * w.groups + group;
+    const int16_t* xg = t.words + at * kGroup;
+    __m512i acc[kRows][kChains];
+    for (int m = 0; m < kRows; ++m) {
+      const int32_t* sums = t.word_sums + 2 * (at + static_cast<int64_t>(m) * w.groups);
+      acc[m][0] = _mm512_set1_epi32(-zero * (halves ? sums[0] : sums[0] + sums[1]));
+      for (int c = 1; c < kChains; ++c) acc[m][c] = _mm512_setzero_si512();
+    }
+    GroupScales scales{};
+    if (has_k_scales(kFormat)) scales = k_scales(w, panel, group);
+#pragma GCC unroll 4
+    for (int z = 0; z < 4; ++z) {
+      if (has_k_scales(kFormat) && z == 2 && halves) {
+#pragma GCC unroll 8
+        for (int m = 0; m < kRows; ++m) {
+          const int64_t place = at + static_cast<int64_t>(m) * w.groups;
+          y[m] += total_of<kChains>(acc[m]) * (scales.first * t.word_scales[place]);
+          acc[m][0] = _mm512_set1_epi32(-zero * t.word_sums[2 * place + 1]);
+          for (int c = 1; c < kChains; ++c) acc[m][c] = _mm512_setzero_si512();
+        }
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const __m512i pairs = code_words<kFormat>(codes, z, i);
+#pragma GCC unroll 8
+        for (int m = 0; m < kRows; ++m) {
+          const int c = i % kChains;
+          acc[m][c] = _mm512_dpwssd_epi32(acc[m][c], pairs, word_pair(xg + static_cast<int64_t>(m) * w.groups * kGroup, 4 * z + i));
+        }
+      }
+    }
+    const f16v scale =
+        has_k_scales(kFormat) ? scales.second : (f16v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)scales_of(w, panel, group)));
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; ++m) y[m] += total_of<kChains>(acc[m]) * (scale * t.word_scales[at + static_cast<int64_t>(m) * w.groups]);
+    if (has_minima(kFormat) && w.has_min) {
+      const f16v minimum =
+          has_k_scales(kFormat) ? scales.minimum : (f16v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)minima_of(w, panel, group)));
+      for (int m = 0; m < kRows; ++m) y[m] += minimum * t.sums[at + static_cast<int64_t>(m) * w.groups];
+    }
+  }
+}
+#else
+static void round_words(const void*, int64_t, int, int, int16_t*, float*, int32_t*, float*) {}
+#endif
+
+// ---- all of them, over any number of rows ----
 
 template <int kRows, int kFormat>
 HX_INLINE void panel_rows(const LinearTask& t, const uint8_t* panel, int row, f16v* y) {
   const Weight& w = *t.weight;
   const float* sums = t.sums == nullptr ? nullptr : t.sums + static_cast<int64_t>(row) * w.groups;
 #if HX_BF16
+  if (kFormat != kBFloat16 && t.words != nullptr) return panel_words<kRows, kFormat>(t, w, panel, row, y);
   if (t.x_dtype == kBF16) return panel_bf16<kRows, kFormat>(w, panel, static_cast<const uint16_t*>(t.x) + row * t.ldx, t.ldx, sums, y);
 #endif
   panel_f32<kRows, kFormat>(w, panel, static_cast<const float*>(t.x) + row * t.ldx, t.ldx, sums, y);
@@ -272,7 +383,7 @@ static inline void unit_rows(const LinearTask& t, int64_t unit, int row) {
 template <int kFormat>
 static void linear_units(const LinearTask& t, int64_t first, int64_t last, uint8_t* scratch) {
 #if HX_AMX
-  if (t.x_dtype == kBF16 && t.rows >= HX_TILE_ROWS) return linear_tiles<kFormat>(t, first, last, scratch);
+  if (t.x_dtype == kBF16 && t.rows >= HX_TILE_ROWS && (kFormat == kBFloat16 || t.words == nullptr)) return linear_tiles<kFormat>(t, first, last, scratch);
 #endif
   (void)scratch;
   for (int64_t unit = first; unit < last; ++unit) {

@@ -78,21 +78,45 @@ Parts split(const LinearTask& task, int threads, bool tiles) {
   return parts;
 }
 
+bool sum_groups(Runtime& r, LinearTask& task) {
+  const int groups = task.weight->groups;
+  float* sums = reinterpret_cast<float*>(r.sums.ensure(static_cast<size_t>(task.rows) * groups * sizeof(float)));
+  if (sums == nullptr) return false;
+  r.kernels->sums(task.x, task.ldx, task.x_dtype, task.rows, groups, sums);
+  task.sums = sums;
+  return true;
+}
+
+bool round_words(Runtime& r, LinearTask& task) {
+  const size_t groups = static_cast<size_t>(task.rows) * task.weight->groups;
+  uint8_t* memory = r.words.ensure(groups * (kGroup * sizeof(int16_t) + 2 * sizeof(float) + 2 * sizeof(int32_t)));
+  if (memory == nullptr) return false;
+  int16_t* words = reinterpret_cast<int16_t*>(memory);
+  int32_t* word_sums = reinterpret_cast<int32_t*>(words + groups * kGroup);
+  float* scales = reinterpret_cast<float*>(word_sums + 2 * groups);
+  float* sums = scales + groups;
+  r.kernels->round_words(task.x, task.ldx, task.rows, task.weight->groups, words, scales, word_sums, sums);
+  task.words = words;
+  task.word_sums = word_sums;
+  task.word_scales = scales;
+  task.sums = sums;
+  return true;
+}
+
 bool run_parts(Runtime& r, LinearTask& task) {
   const Kernels& kernels = *r.kernels;
-  const bool tiles = kernels.tile_rows && task.x_dtype == kBF16 && task.rows >= kernels.tile_rows;
   const int groups = task.weight->groups;
-  bool has_min = false;
-  for (const Weight* w = task.weight; w != nullptr; w = w->next) has_min = has_min || w->has_min;
-  task.sums = nullptr;
-  if (tiles) {
-    if (!r.reserve_scratch(static_cast<size_t>(groups) * 2048)) return false;
-  } else if (has_min) {
-    float* sums = reinterpret_cast<float*>(r.sums.ensure(static_cast<size_t>(task.rows) * groups * sizeof(float)));
-    if (sums == nullptr) return false;
-    kernels.sums(task.x, task.ldx, task.x_dtype, task.rows, groups, sums);
-    task.sums = sums;
+  bool has_min = false, packed = false, plain = false;
+  for (const Weight* w = task.weight; w != nullptr; w = w->next) {
+    has_min = has_min || w->has_min;
+    (w->format == kBFloat16 ? plain : packed) = true;
   }
+  const bool words = packed && task.x_dtype == kBF16 && task.rows < kernels.word_rows;
+  const bool tiles = kernels.tile_rows && task.x_dtype == kBF16 && task.rows >= kernels.tile_rows && (plain || !words);
+  task.sums = nullptr;
+  task.words = nullptr;
+  if (tiles && !r.reserve_scratch(static_cast<size_t>(groups) * 2048)) return false;
+  if (words ? !round_words(r, task) : !tiles && has_min && !sum_groups(r, task)) return false;
   const Parts parts = split(task, r.threads, tiles);
   r.workers().run(parts.chunks(), [&](int chunk, int thread) {
     int part = 0;

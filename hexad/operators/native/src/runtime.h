@@ -40,7 +40,7 @@ struct Runtime {
   std::vector<int> cores;  // of the threads; empty: not pinned
   std::mutex mutex;  // one step at a time: the pool and the buffers are shared
   Buffer scratch;    // one part a thread
-  Buffer input, sums, products;
+  Buffer input, sums, words, products;
   size_t scratch_bytes = 0;  // of one thread
 
   // The pool, made in the process that computes (a forked child has none of its parent's threads).

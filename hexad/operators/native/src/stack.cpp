@@ -109,7 +109,7 @@ void run_norm(Step& s, const float* x, const float* weight, void* out, int32_t d
 }
 
 bool product(Step& s, const Weight* weight, const void* x, int64_t ldx, int32_t epilogue, void* out, int32_t out_dtype, int64_t ldo) {
-  LinearTask task{weight, x, ldx, nullptr, s.x_dtype, s.c.tokens, epilogue, s.d.activation, out_dtype, 0, out, ldo};
+  LinearTask task{weight, x, ldx, nullptr, nullptr, nullptr, nullptr, s.x_dtype, s.c.tokens, epilogue, s.d.activation, out_dtype, 0, out, ldo};
   return run_linear(s.r, task);
 }
 

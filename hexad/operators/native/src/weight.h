@@ -65,6 +65,9 @@ struct LinearTask {
   const void* x;  // [rows padded to kRowBlock][ldx] in x_dtype, ldx >= groups * 32, padding columns zero
   int64_t ldx;
   const float* sums;  // [rows][groups] sums of x over each group; null where the kernel or the format needs none
+  const int16_t* words;       // x as whole numbers [rows][groups * 32]; null: products take x as it is
+  const float* word_scales;   // [rows][groups] what a whole number of a group stands for
+  const int32_t* word_sums;   // [rows][groups][2] sums of the whole numbers of a group's first and other 16 columns
   int32_t x_dtype;
   int32_t rows;
   int32_t epilogue;
@@ -152,8 +155,10 @@ struct Kernels {
   const char* name;
   int32_t bf16;        // 1: activations are bfloat16 where the caller asks for it; 0: always float32
   int32_t tile_rows;   // from this many rows on products run in tiles, which read no sums (0: never)
+  int32_t word_rows;   // with fewer rows products of packed codes take bfloat16 activations as 16-bit whole numbers (0: never)
   void (*linear)(const LinearTask*, int chunk, uint8_t* scratch);
   void (*sums)(const void* x, int64_t ldx, int32_t dtype, int rows, int groups, float* out);
+  void (*round_words)(const void* x, int64_t ldx, int rows, int groups, int16_t* words, float* scales, int32_t* word_sums, float* sums);
   void (*norm)(const NormTask*, int chunk);
   void (*rope)(const RopeTask*, int chunk);
   void (*attention)(const AttentionTask*, int chunk, uint8_t* scratch);
