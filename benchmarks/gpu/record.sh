@@ -32,7 +32,7 @@ if wants tests; then
   shards=${SHARDS:-14}
   run_tests() { # name of the log, what to run; more environment before it
     for shard in $(seq 0 $((shards - 1))); do
-      HEXAD_TEST_SHARD="$shard/$shards" timeout "${TEST_TIMEOUT:-150}" python3 -m pytest -q -rs "${@:2}" -p no:cacheprovider -o addopts= >"$work/$1-$shard.log" 2>&1 &
+      HEXAD_TEST_SHARD="$shard/$shards" timeout "${TEST_TIMEOUT:-150}" python3 -m pytest -q -rfEs "${@:2}" -p no:cacheprovider -o addopts= >"$work/$1-$shard.log" 2>&1 &
     done
     wait
     { echo "$1"; grep -h -E '^(FAILED|ERROR|SKIPPED)|passed|failed' "$work/$1"-*.log | sort; } | tee -a "$out/tests.txt"

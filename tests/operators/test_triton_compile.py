@@ -176,6 +176,6 @@ def test_argmax():
 @pytest.mark.parametrize("arch", ARCHES)
 def test_draw(arch, warps):
     """No program needs more registers than a multiprocessor has."""
-    types = ["*fp32", "*fp32", "*fp32", "*i64", "*i64", "*fp64", "*fp64", "*i64", "*i32", "i32", "i32", "i32"]
+    types = ["*fp32", "*fp32", "*fp32", "*i64", "*i64", "*fp64", "*fp64", "*i64", "i32", "i32", "i32"]
     for lists in (False, True):
         compiled(draw.launcher(lists=lists, warps=warps), types, arch)

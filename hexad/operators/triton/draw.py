@@ -2,13 +2,17 @@
 
 top_k and top_p each keep a prefix of the ranking, so each needs one border only: a magnitude of the shifted logit, and an id among the
 tokens that share it. The border is bracketed: one pass over the row measures (counts, or weighs) what lies below eight candidates, three
-that quarter the bracket, so that passes are bounded, and five about the place where the border should be if tokens lay evenly. Once the
-bracket holds few tokens they are listed, a column a thread, and what remains reads the list. A pass is skipped where a row's options
-do not need it. Rows that are not finite end like any other, with a valid id that means nothing.
+that quarter the bracket, so that passes are bounded, and five about the place where the border should be if tokens lay evenly. A pass
+is skipped where a row's options do not need it. Rows that are not finite end like any other, with a valid id that means nothing.
+
+A program a row leaves most of the card idle where rows are few: there torch's sorts are faster (H200: up to 32 rows with top_k, one row
+else).
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 import triton
@@ -16,13 +20,12 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 from hexad.operators.args import DrawArgs
-from hexad.operators.draw import DrawOptions
+from hexad.operators.draw import DrawOptions, draw_reference
 from hexad.operators.registry import Kernel
 from hexad.operators.triton.launch import INTERPRETED, Launcher, target
 
 WARPS = (16, 32)  # a program's: with many rows, with few
-DEPTH: tl.constexpr = tl.constexpr(16)  # listed tokens a thread, at most
-LISTED: tl.constexpr = tl.constexpr(4)  # on average, where a list is begun
+FEW = {"dense": 1, "short": 32, "nucleus": 1}
 FAR: tl.constexpr = tl.constexpr(0x41E00000)  # bits of 28.0: exp(-28) * 2^40 < 1, so all magnitudes beyond are one
 NOWHERE: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 SCALE: tl.constexpr = tl.constexpr(1099511627776.0)  # 2^40
@@ -64,60 +67,6 @@ def _measure(row_ptr, at, vocab, best, temperature, least, far, far_id, MASS: tl
     else:
         amount = kept.to(tl.int64)
     return magnitude, amount
-
-
-@triton.jit
-def _listed(list_ptr, counts, depth, lane, least, MASS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr):
-    """As `_measure`, of one listed token a thread."""
-    there = depth < counts
-    magnitude = tl.load(list_ptr + depth * BLOCK + lane, mask=there, other=0)
-    if MASS:
-        amount = tl.where(there, _weigh(-(magnitude.to(tl.float32, bitcast=True)), least, EXACT), 0)
-    else:
-        amount = there.to(tl.int64)
-    return tl.where(there, magnitude, NOWHERE), amount
-
-
-@triton.jit
-def _gather(list_ptr, row_ptr, vocab, best, temperature, least, far, far_id, low, high,
-            MASS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
-    """List the magnitudes in [low, high): how many each thread found, of which it kept the first DEPTH."""
-    lane = tl.arange(0, BLOCK)
-    counts = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, vocab, BLOCK * UNROLL):
-        for i in tl.static_range(UNROLL):
-            at = start + i * BLOCK + lane
-            magnitude, amount = _measure(row_ptr, at, vocab, best, temperature, least, far, far_id, MASS, EXACT)
-            taken = (magnitude >= low) & (magnitude < high) & (amount > 0)
-            tl.store(list_ptr + counts * BLOCK + lane, magnitude, mask=taken & (counts < DEPTH))
-            counts += taken.to(tl.int32)
-    tl.debug_barrier()
-    return counts, tl.max(counts, 0)
-
-
-@triton.jit
-def _below_listed(list_ptr, counts, deepest, least, low, high, base, a, b, c, d, e, f, g, h,
-                  MASS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """As `_below`, where `base` lies below all that is listed."""
-    lane = tl.arange(0, BLOCK)
-    sa = tl.zeros([BLOCK], tl.int64)
-    sb, sc, sd, se, sf, sg, sh = sa, sa, sa, sa, sa, sa, sa
-    first, last = tl.full([BLOCK], NOWHERE, tl.int32), tl.zeros([BLOCK], tl.int32)
-    for depth in range(deepest):
-        magnitude, amount = _listed(list_ptr, counts, depth, lane, least, MASS, EXACT, BLOCK)
-        sa += tl.where(magnitude < a, amount, 0)
-        sb += tl.where(magnitude < b, amount, 0)
-        sc += tl.where(magnitude < c, amount, 0)
-        sd += tl.where(magnitude < d, amount, 0)
-        se += tl.where(magnitude < e, amount, 0)
-        sf += tl.where(magnitude < f, amount, 0)
-        sg += tl.where(magnitude < g, amount, 0)
-        sh += tl.where(magnitude < h, amount, 0)
-        first = tl.minimum(first, tl.where((magnitude >= low) & (amount > 0), magnitude, NOWHERE))
-        last = tl.maximum(last, tl.where((magnitude < high) & (amount > 0), magnitude, 0))
-    sa, sb, sc, sd = base + tl.sum(sa, 0), base + tl.sum(sb, 0), base + tl.sum(sc, 0), base + tl.sum(sd, 0)
-    se, sf, sg, sh = base + tl.sum(se, 0), base + tl.sum(sf, 0), base + tl.sum(sg, 0), base + tl.sum(sh, 0)
-    return sa, sb, sc, sd, se, sf, sg, sh, tl.min(first, 0), tl.max(last, 0)
 
 
 @triton.jit
@@ -201,31 +150,18 @@ def _open(low, high, base, top, limit, one):
 
 
 @triton.jit
-def _border(list_ptr, row_ptr, vocab, best, temperature, least, far, far_id, low, high, base, top, limit,
+def _border(row_ptr, vocab, best, temperature, least, far, far_id, low, high, base, top, limit,
             MASS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
     """The last token, best first, before which less than `limit` lies: its magnitude and id, and what lies up to it.
 
     Given: less than `limit` lies below `low`, no less below `high`.
     """
     one = _smallest(high - 1, least, MASS, EXACT)
-    counts, deepest, floor = tl.zeros([BLOCK], tl.int32), vocab * 0 + DEPTH + 1, base
-    untried = deepest > 0
     while _open(low, high, base, top, limit, one):
-        if untried & ((top - base) // one <= LISTED * BLOCK):
-            counts, deepest = _gather(
-                list_ptr, row_ptr, vocab, best, temperature, least, far, far_id, low, high, MASS, EXACT, BLOCK, UNROLL
-            )  # fmt: skip
-            floor = base
-            untried = deepest < 0
         a, b, c, d, e, f, g, h = _candidates(low, high, base, top, limit)
-        if deepest <= DEPTH:
-            sa, sb, sc, sd, se, sf, sg, sh, first, last = _below_listed(
-                list_ptr, counts, deepest, least, low, high, floor, a, b, c, d, e, f, g, h, MASS, EXACT, BLOCK
-            )  # fmt: skip
-        else:
-            sa, sb, sc, sd, se, sf, sg, sh, first, last = _below(
-                row_ptr, vocab, best, temperature, least, far, far_id, low, high, a, b, c, d, e, f, g, h, MASS, EXACT, BLOCK, UNROLL
-            )  # fmt: skip
+        sa, sb, sc, sd, se, sf, sg, sh, first, last = _below(
+            row_ptr, vocab, best, temperature, least, far, far_id, low, high, a, b, c, d, e, f, g, h, MASS, EXACT, BLOCK, UNROLL
+        )  # fmt: skip
         low, high, base, top = _narrow_all(
             low, high, base, top, limit, a, b, c, d, e, f, g, h, sa, sb, sc, sd, se, sf, sg, sh, first, last
         )  # fmt: skip
@@ -283,7 +219,7 @@ def _limit(top_p, total):
 
 
 @triton.jit(do_not_specialize=["row_stride", "vocab", "has_minimum"])
-def draw_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, top_k_ptr, top_p_ptr, uniform_ptr, out_ptr, list_ptr,
+def draw_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, top_k_ptr, top_p_ptr, uniform_ptr, out_ptr,
                 row_stride, vocab, has_minimum,
                 LISTS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
     """One row. LISTS: rows may have top_k and top_p."""
@@ -295,7 +231,6 @@ def draw_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, top_k_ptr, top
     zero, all_magnitudes = row * 0, vocab * 0 + FAR + 1
     nearest = vocab * 0
     if LISTS:
-        list_ptr += row * DEPTH * BLOCK
         # 0.5, 2, 4, 6, 8, 10, 14: a first bracket for logits of any scale in use
         a, b, c, d = nearest + 0x3F000000, nearest + 0x40000000, nearest + 0x40800000, nearest + 0x40C00000
         e, f, g = nearest + 0x41000000, nearest + 0x41200000, nearest + 0x41600000
@@ -311,7 +246,7 @@ def draw_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, top_k_ptr, top
                 sa, sb, sc, sd, se, sf, sg, total, first, last,
             )  # fmt: skip
             far, far_id, _kept = _border(
-                list_ptr, row_ptr, vocab, best, temperature, least, far, far_id, low, high, base, top, limit, False, EXACT, BLOCK, UNROLL
+                row_ptr, vocab, best, temperature, least, far, far_id, low, high, base, top, limit, False, EXACT, BLOCK, UNROLL
             )  # fmt: skip
         sa, sb, sc, sd, se, sf, sg, total, first, last = _below(
             row_ptr, vocab, best, temperature, least, far, far_id, nearest, all_magnitudes,
@@ -324,7 +259,7 @@ def draw_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, top_k_ptr, top
                 sa, sb, sc, sd, se, sf, sg, total, first, last,
             )  # fmt: skip
             magnitude, border_id, total = _border(
-                list_ptr, row_ptr, vocab, best, temperature, least, far, far_id, low, high, base, top, limit, True, EXACT, BLOCK, UNROLL
+                row_ptr, vocab, best, temperature, least, far, far_id, low, high, base, top, limit, True, EXACT, BLOCK, UNROLL
             )  # fmt: skip
             far_id = tl.where(magnitude == far, tl.minimum(far_id, border_id), border_id)
             far = magnitude
@@ -348,20 +283,22 @@ def launcher(*, lists: bool, warps: int) -> Launcher:
     return Launcher(draw_kernel, constants, num_warps=warps, max_registers=64)
 
 
-def bind_draw(args: DrawArgs) -> Kernel:
-    """Rows of logits may be strided. More rows than multiprocessors share each between two programs."""
-    processors = target().multiprocessors
+def bind_draw(args: DrawArgs, few: Mapping[str, int] = FEW) -> Kernel:
+    """Rows of logits may be strided. More rows than multiprocessors share each between two programs. `few`: rows of each kind of group up
+    to which torch serves."""
+    processors, by_torch = target().multiprocessors, draw_reference(args)
     launchers = {(lists, warps): launcher(lists=lists, warps=warps) for lists in (False, True) for warps in WARPS}
 
     def draw(logits: torch.Tensor, best: torch.Tensor, options: DrawOptions, uniforms: torch.Tensor) -> torch.Tensor:
         rows = logits.shape[0]
+        if rows <= few[options.kind]:
+            drawn: torch.Tensor = by_torch(logits, best, options, uniforms)
+            return drawn
         out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-        if rows:
-            lists, warps = options.kind != "dense", WARPS[rows <= processors]
-            least = options.top_k if options.min_weight is None else options.min_weight
-            scratch = torch.empty((rows, DEPTH.value * 32 * warps if lists else 0), dtype=torch.int32, device=logits.device)
-            tensors = (logits, best, options.temperature, least, options.top_k, options.top_p, uniforms, out, scratch)
-            launchers[lists, warps]((rows, 1, 1), *tensors, logits.stride(0), args.vocab_size, int(options.min_weight is not None))
+        least = options.top_k if options.min_weight is None else options.min_weight
+        tensors = (logits, best, options.temperature, least, options.top_k, options.top_p, uniforms, out)
+        kernel = launchers[options.kind != "dense", WARPS[rows <= processors]]
+        kernel((rows, 1, 1), *tensors, logits.stride(0), args.vocab_size, int(options.min_weight is not None))
         return out
 
     return draw
