@@ -75,7 +75,7 @@ def startup(
             on_gpu = device_of(options) == "cuda"
             result["calibration"] = {"kind": "gpu" if on_gpu else "cpu", **calibrate("cuda" if on_gpu else "cpu", calibration_s)}
             result["device"] = {"name": result["calibration"]["device"]}
-        result["settings"] = {"warm_runs": warm_runs, "options": options}
+        result["settings"] = {"warm_runs": warm_runs, "options": results.shown_options(options)}
         finish(result, metrics, json_path)
         for flag in result["flags"]:
             typer.echo(f"  ! {flag}")
@@ -178,7 +178,12 @@ def accuracy(
             result["engine"] = {"config": llm.config.model_dump(mode="json", exclude={"server"})}
         result["device"] = {"name": result["engine"]["config"]["device"]["device"]}
         corpus = text.name if text else None
-        result["settings"] = {"window": window, "max_tokens": max_tokens, "text": corpus, "options": engine_options(option)}
+        result["settings"] = {
+            "window": window,
+            "max_tokens": max_tokens,
+            "text": corpus,
+            "options": results.shown_options(engine_options(option)),
+        }
         metrics: dict[str, Any] = {"perplexity": scoring.perplexity(ours), "tokens": sum(len(w) for w in ours)}
         if save is not None:
             scoring.save_run(save, scoring.Saved(spec.name, stored.name, windows, ours))
@@ -238,7 +243,7 @@ def profile(
         result["calibration"] = {"kind": "gpu" if on_gpu else "cpu", **calibrate("cuda" if on_gpu else "cpu", max(calibration_s, 0.05))}
         calibrated = calibrated_device(result["calibration"])
         result["device"] = {"name": calibrated.name, "cores": read_processor().cores}
-        result["settings"] = {"input_len": prompt, "steps": steps, "by_layer": by_layer, "options": options}
+        result["settings"] = {"input_len": prompt, "steps": steps, "by_layer": by_layer, "options": results.shown_options(options)}
         costs = costs_of(spec, stored, options)
         sizes = batch or [1, 16]
         in_graphs: dict[int, float] = {}
@@ -297,7 +302,7 @@ def traced(
     spec, stored = read_facts(model)
     result = results.new_result("trace-mixed" if mixed else "trace", None, spec.name, stored.name)
     results.begin(result, path)
-    result["settings"] = {"input_len": prompt, "steps": steps, "mixed": mixed, "options": options}
+    result["settings"] = {"input_len": prompt, "steps": steps, "mixed": mixed, "options": results.shown_options(options)}
     face = InProcess(resolve_model(model), options)
     found: dict[str, dict[str, Any]] = {}
     try:

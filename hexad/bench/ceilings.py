@@ -44,8 +44,6 @@ def calibration_of(
         return None, f"the server is on another machine ({urlsplit(base_url).hostname}), whose memory cannot be timed from here"
     if device.startswith("fake"):
         return None, "the device is simulated"
-    import torch
-
     from hexad.hardware.devices import resolve_device
     from hexad.hardware.measure import calibrate
 
@@ -54,5 +52,8 @@ def calibration_of(
     note("calibrating" + (" this machine's GPU; if the server runs on the processors, say -o device=cpu" if guess else ""), quiet)
     try:
         return {"kind": "gpu" if on_gpu else "cpu", **calibrate("cuda" if on_gpu else "cpu", seconds)}, None
-    except torch.OutOfMemoryError:
-        return None, "the server leaves the GPU too little memory to time it: start it with a lower --gpu-memory-utilization"
+    except RuntimeError as error:  # out of memory has several names: the allocator's, the context's, a library's handle
+        if not on_gpu or base_url is None:
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return None, f"the server leaves the GPU too little memory to time it ({reason}): start it with a lower --gpu-memory-utilization"

@@ -59,7 +59,7 @@ def run_loads(
 
     def body() -> None:
         if model is None and target["base_url"] is not None:
-            name = served_default(target["base_url"], target["served_model_name"], target["api_key"])
+            name = served_default(target["base_url"], target["served_model_name"], target["api_key"], quiet=quiet)
         else:
             name = chosen_model(model, quiet)
         if "W6" in [wanted.upper() for wanted in loads or ()]:

@@ -43,11 +43,14 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 def _unlike(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
     sides = _fields(a), _fields(b)
+    unrecorded = {"device.cores"}
+    if not ("settings" in a and "settings" in b):
+        unrecorded |= {name for side in sides for name in side if name.startswith("settings.")}
     for name in dict.fromkeys([*sides[0], *sides[1]]):
         first, second = (side.get(name, _ABSENT) for side in sides)
         if _ABSENT in (first, second):
             known = second if first is _ABSENT else first
-            if name in _PLAIN or known == _default(name) or known in (None, [], {}, 0, False):
+            if name in _PLAIN or name in unrecorded or known == _default(name) or known in (None, [], {}, 0, False):
                 continue  # a result of before the field was recorded
         if first != second and not (first is _ABSENT and second is _ABSENT):
             yield name, (first, second)
@@ -58,7 +61,8 @@ def _fields(result: dict[str, Any]) -> dict[str, Any]:
     load, device, engine = (_mapping(result.get(key)) for key in ("load", "device", "engine"))
     found: dict[str, Any] = {key: result[key] for key in _PLAIN if key in result}
     found |= {f"load.{key}": value for key, value in load.items()}
-    found |= {f"device.{key}": device[key] for key in ("name", "cores") if key in device}
+    on_gpu = _mapping(result.get("calibration")).get("kind") == "gpu"  # then the processors around it are not what is measured
+    found |= {f"device.{key}": device[key] for key in ("name", "cores") if key in device and not (on_gpu and key == "cores")}
     found |= {f"engine.{key}": engine[key] for key in ("face", "dtype", "detokenizes") if key in engine}
     settings = dict(_mapping(result.get("settings")))
     options = _mapping(settings.pop("options", None))

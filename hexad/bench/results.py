@@ -21,6 +21,7 @@ from typing import Any
 
 import hexad
 from hexad.bench.loads import Load
+from hexad.common.config import HexadConfig
 from hexad.common.errors import ConfigError
 from hexad.hardware.machine import read_processor
 
@@ -120,6 +121,13 @@ def host_result(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "partial": False,
         "metrics": {name: {str(row["num_seqs"]): row[name] for row in rows} for name in names},
     }
+
+
+def shown_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Engine options as a result may show them: without the server's, among which are keys."""
+    keys = HexadConfig.keys()
+    private = {name.partition(".")[2] for name in keys if name.startswith("server.")}
+    return {key: value for key, value in options.items() if key.partition(".")[2] not in private and key not in private}
 
 
 def save(result: dict[str, Any], path: Path | None) -> None:

@@ -185,12 +185,14 @@ class Session:
             "request_rate": options.request_rate,
             "goodput": slo,
             "extra_body": target.extra_body,
-            "options": {**target.options},
+            "options": results.shown_options(target.options),
         }
 
 
-def served_default(base_url: str, served_name: str | None, api_key: str | None) -> str:
-    """The default model, when that is what the address serves; prompts and floors are those of a model, so another one must be named.
+def served_default(base_url: str, served_name: str | None, api_key: str | None, *, quiet: bool = False) -> str:
+    """The default model, when the address (or `served_name`) says that name.
+
+    Prompts and floors are those of a model, so another one must be named.
 
     Raises:
         ConfigError: it serves something else, or does not answer.
@@ -204,7 +206,7 @@ def served_default(base_url: str, served_name: str | None, api_key: str | None) 
             f"--base-url needs --model, whose lengths and floors count: the address serves {name!r}; name its folder, file, source or "
             f"shape, such as --model llama-3.1-8b (only {known} is known without: {DEFAULT_MODEL})"
         )
-    note(f"no --model: the address serves {name}, which is {DEFAULT_MODEL}")
+    note(f"no --model: the address serves {name}, which is {DEFAULT_MODEL}", quiet)
     return DEFAULT_MODEL
 
 

@@ -5,6 +5,7 @@ Where the output is no terminal nothing folds: whoever reads it there (a pager, 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -25,9 +26,13 @@ class Column:
 
 
 def number(value: float) -> str:
-    """Whole where it is large, with three decimals where it is not, never with an exponent."""
+    """Whole where it is large, with three decimals or three digits where it is not, never with an exponent."""
+    if not math.isfinite(value):
+        return str(value)
     size = abs(value)
-    decimals = 0 if size >= 10_000 or value == int(value) else 1 if size >= 1_000 else 3 if size >= 0.1 else 6
+    decimals = (
+        0 if size >= 10_000 or value == int(value) else 1 if size >= 1_000 else 3 if size >= 0.1 else 2 - math.floor(math.log10(size))
+    )
     return f"{value:,.{decimals}f}"
 
 

@@ -27,7 +27,7 @@ from hexad.operators.draw import DrawOptions
 from hexad.operators.load import load_operators
 
 META = torch.device("meta")
-FEW_AND_MANY_ROWS = (33, 4096)  # a row of many drafts is many rows, whatever the number of sequences; fewer rows are torch's
+FEW_AND_MANY_ROWS = (2, 33, 4096)  # the least that kernels of each kind serve; a row of many drafts is many rows
 
 
 class _Unwritten(DummyHandle):

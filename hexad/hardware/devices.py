@@ -46,7 +46,9 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     limit = _cgroup_limit()
     if limit is None or limit >= memory.total:
         return int(memory.available), int(memory.total)
-    return max(0, min(int(memory.available), limit - psutil.Process().memory_info().rss)), limit
+    mine = psutil.Process().memory_info()
+    kept = mine.rss - getattr(mine, "shared", 0)  # pages of mapped files can be given back
+    return max(0, min(int(memory.available), limit - kept)), limit
 
 
 def _cgroup_limit() -> int | None:

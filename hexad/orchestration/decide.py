@@ -81,6 +81,8 @@ def resolve(config: HexadConfig, spec: ModelSpec, machine: Machine) -> tuple[Hex
             values.append(("device.threads", len(pinned), "one for each core of device.cpu_pin"))
         reason = f"{CPU_KV_SHARE:.0%} of free memory, at most {CPU_KV_CAP_BYTES // GIB} GiB"
         values.append(("cache.kv_cache_memory_bytes", kv_bytes, reason))
+        if device.value == "cpu":
+            _check_kv_bytes(config.cache.kv_cache_memory_bytes, processor.memory_available_bytes)
     elif config.device.cpu_pin is not None:
         raise ConfigError(f"device.cpu_pin = {config.device.cpu_pin!r} pins CPU threads, and the device is {device.value}: leave it out")
     flat = _flat(config)
@@ -108,6 +110,15 @@ def _dtype(config: HexadConfig, spec: ModelSpec, machine: Machine, on_gpu: bool)
 
 def _flat(config: HexadConfig) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, keys in config.model_dump().items() for key, value in keys.items()}
+
+
+def _check_kv_bytes(asked: int | None, available: int) -> None:
+    """On a CPU the machine's free memory bounds the pool; what the weights leave of it is known later."""
+    if asked is not None and asked > available:
+        raise ConfigError(
+            f"cache.kv_cache_memory_bytes = {asked} ({asked / GIB:,.2f} GiB), but this machine has {available / GIB:,.2f} GiB of memory "
+            f"free, weights not counted: use at most {int(available * CPU_KV_SHARE) // 2**20}MiB, or leave it out"
+        )
 
 
 def _check(config: HexadConfig, spec: ModelSpec) -> None:

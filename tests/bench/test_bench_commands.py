@@ -440,3 +440,7 @@ def test_stand_in_tokenizer_has_a_word_for_every_id(tmp_path):
     assert tokenizer.vocab_size == 5_000
     words = [tokenizer.decode([i]) for i in range(1, 5_000)]
     assert len(set(words)) == 4_999 and all(3 <= len(word.strip()) <= 4 for word in words)
+
+
+def test_results_show_no_keys():
+    assert results.shown_options({"api_key": "sk-1", "server.api_key": "sk-2", "max_num_seqs": 3}) == {"max_num_seqs": 3}

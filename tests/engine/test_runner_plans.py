@@ -13,7 +13,7 @@ from engine_driver import allocate, fresh_seed, make_executor, reference_greedy,
 from hexad.common.config import HexadConfig
 from hexad.common.errors import ConfigError, EngineDeadError, OutOfMemoryError
 from hexad.common.params import SamplingParams
-from hexad.engine.executor.local import LocalExecutor
+from hexad.engine.executor.local import LocalExecutor, fitting
 from hexad.engine.executor.steps import LocalStep
 from hexad.engine.plan import KVLayout, KVMove, NewRequest, Row, StepPlan, TokenSegment
 from hexad.models.catalog import read_spec
@@ -279,12 +279,14 @@ def test_a_pool_larger_than_the_memory_is_refused_and_the_value_that_is_advised_
         executor.load()
         return executor
 
-    executor = executor_of(3 * 2**30 + 1)
+    monkeypatch.setattr("hexad.engine.executor.local.describe", str)
     with pytest.raises(OutOfMemoryError, match=r"3221225473 .*3\.00 of 4\.00 GiB free.*at most (\d+)MiB") as refused:
-        executor.kv_bytes()
-    executor.close()
+        fitting(3 * 2**30 + 1, torch.device("cuda"), 3 * 2**30, 4 * 2**30)
     advised = int(refused.value.message.split("at most ")[1].removesuffix("MiB")) * 2**20
-    executor = executor_of(advised)
+    assert fitting(advised, torch.device("cuda"), 3 * 2**30, 4 * 2**30) == advised
+    with pytest.raises(OutOfMemoryError, match="a smaller model"):
+        fitting(2**30, torch.device("cuda"), 2**20 - 1, 2**30)
+    executor = executor_of(3 * 2**30 + 1)  # a CPU's is settled before the weights are read: it takes what they leave
     assert executor.kv_bytes().available_bytes == advised
     executor.close()
 

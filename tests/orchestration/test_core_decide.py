@@ -64,6 +64,13 @@ def test_auto_on_a_cpu(sets: tuple[str, ...], dtype: str) -> None:
     assert resolved.cache.block_size == 16
 
 
+def test_a_pool_larger_than_the_machine_is_refused_with_one_that_fits() -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_memory_bytes = 9663676416 \(9\.00 GiB\).*8\.00 GiB.*at most 2048MiB"):
+        resolve(config(cache__kv_cache_memory_bytes=9 * GIB), SPEC, machine(available=8 * GIB))
+    resolved, _ = resolve(config(cache__kv_cache_memory_bytes=7 * GIB), SPEC, machine(available=8 * GIB))
+    assert resolved.cache.kv_cache_memory_bytes == 7 * GIB
+
+
 def test_what_is_configured_stays() -> None:
     asked = config(model__dtype="float32", cache__block_size=8, scheduler__max_num_seqs=3, device__threads=1)
     resolved, decisions = resolve(asked, SPEC, machine(gpus=1))

@@ -41,6 +41,27 @@ FIXED_SHARE = 0.9  # of free memory: the largest pool that is advised, since ste
 CPU_SHARE = 0.5  # of free memory for KV on a CPU, when the configuration names no size: the machine has other work
 
 
+def fitting(wanted: int, device: torch.device, free: int, total: int) -> int:
+    """The size of a pool of `wanted` bytes where `free` bytes are left beside the weights.
+
+    On a CPU the size was settled before the weights were read (`orchestration/decide.py` refuses what the machine lacks altogether), so
+    that it shrinks to what is left; on a GPU somebody asked for it.
+
+    Raises:
+        OutOfMemoryError: a GPU has less.
+    """
+    if wanted <= free:
+        return wanted
+    fits = int(free * FIXED_SHARE) // 2**20 * 2**20
+    has = f"{describe(device)} has {free / 2**30:,.2f} of {total / 2**30:,.2f} GiB free beside the weights"
+    asked = f"cache.kv_cache_memory_bytes = {wanted} ({wanted / 2**30:,.2f} GiB)"
+    if device.type == "cpu" and fits:
+        log.warning("%s, but %s: taking %d MiB", asked, has, fits // 2**20)
+        return fits
+    mend = f"use at most {fits // 2**20}MiB" if fits else "take a smaller model or dtype, or free some"
+    raise OutOfMemoryError(f"{asked}, but {has}: {mend}")
+
+
 class LocalExecutor:
     """Implements the executor seam on one device. `config` is resolved; what is still None takes the defaults above.
 
@@ -138,7 +159,10 @@ class LocalExecutor:
     def _breakdown(self) -> dict[str, int]:
         fixed = self.config.cache.kv_cache_memory_bytes
         if fixed is not None:
-            self._check_fixed(fixed)
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            fixed = fitting(fixed, self.device, *memory_bytes(self.device))
             return {"weights": self._weight_bytes, "kv_cache_memory_bytes": fixed, "available": fixed}
         free, total = memory_bytes(self.device)
         if self.device.type == "cpu":
@@ -159,17 +183,6 @@ class LocalExecutor:
             "reserve": reserve,
             "available": available,
         }
-
-    def _check_fixed(self, wanted: int) -> None:
-        """A pool of a size that was asked for must fit into what is free beside the weights."""
-        free, total = memory_bytes(self.device)
-        if wanted <= free:
-            return
-        fits = int(free * FIXED_SHARE) // 2**20
-        raise OutOfMemoryError(
-            f"cache.kv_cache_memory_bytes = {wanted} ({wanted / 2**30:,.2f} GiB), but {describe(self.device)} has {free / 2**30:,.2f} of "
-            f"{total / 2**30:,.2f} GiB free beside the weights: use at most {fits}MiB"
-        )
 
     def allocate(self, layout: KVLayout) -> None:
         """Make the KV pool; the executor is then ready for plans. Called again (no step in flight), it forgets every request."""

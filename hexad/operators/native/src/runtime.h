@@ -54,7 +54,7 @@ struct Runtime {
 
 Runtime& runtime();
 
-// Fills task.sums if the kernel will read them, then runs the product over the pool. False: no memory.
+// Fills what the kernel will read of x beside x (sums, whole numbers), then runs the product over the pool. False: no memory.
 bool run_linear(Runtime& r, LinearTask& task);
 
 // The dtype that products take for a caller's dtype.
