@@ -78,7 +78,7 @@ class DecoderModel:
         fused = [layer.fused for layer in self.layers if layer.fused is not None]
         self._fused = fused if len(fused) == len(self.layers) else None
         self._stack = bind_stack(context, self.embedding, self.layers, self.final_norm, self._group_of_layer, max_len)
-        self.picks_last = self._stack is None  # `ForwardInputs.last` is served
+        self.picks_last = True  # `ForwardInputs.last` is served
         self._head = getattr(self.head, "apply_float32", self.head.apply)  # logits need no rounding on the way
 
     def forward(self, inputs: ForwardInputs, kv_layers: list[KVPages]) -> torch.Tensor:
@@ -88,8 +88,8 @@ class DecoderModel:
         alone: nothing reads what it would give for others.
         """
         if self._stack is not None:
-            assert inputs.last is None, "a stack in one call computes every token"
-            return self._stack(inputs.token_ids, inputs.positions, inputs.attention, kv_layers, inputs.starting)
+            wanted = None if inputs.last is None else inputs.last[0].index
+            return self._stack(inputs.token_ids, inputs.positions, inputs.attention, kv_layers, inputs.starting, wanted)
         residual = self.embedding.apply(inputs.token_ids)  # [T, H]
         if self.spec.embedding_scale != 1.0:
             residual = residual * self.spec.embedding_scale

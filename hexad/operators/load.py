@@ -11,7 +11,7 @@ import importlib.util
 from hexad.operators.registry import Registry, registry
 
 _REFERENCES = ("norm", "rope", "attention", "activation", "linear", "embedding", "best_token", "draw", "token_ranks", "packed", "stack")
-_PROVIDERS = ("onednn", "native", "triton")  # packages of hexad.operators with a module `provider` that registers on import
+_PROVIDERS = ("onednn", "native", "triton", "libraries")  # packages of hexad.operators with a module `provider` that registers on import
 
 
 def load_operators() -> Registry:

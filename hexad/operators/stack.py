@@ -1,9 +1,10 @@
-"""`decoder_stack(token_ids [T], positions [T], groups, kv_layers, prepared, starting=None) -> [T, H]`: everything but the head in one call.
+"""`decoder_stack(token_ids [T], positions [T], groups, kv_layers, prepared, starting=None, last=None) -> [T, H]`: all but the head.
 
 The largest composite operator: where a provider has it, a step is one call and costs the interpreter nothing. `prepare(args, StackParams)`
 keeps what it needs; `groups` has one `AttentionBatch` per KV group, `kv_layers` one `KVPages` per layer, in layer order. Keys and values of
-the step are written to the pages. A provider may keep hidden states in float32 where the reference rounds them to `dtype`, and calls
-`starting` just before it leaves the interpreter for good.
+the step are written to the pages. With `last` ([S] int64, ascending) the hidden states of those tokens alone are wanted: [S, H]. A provider
+may keep hidden states in float32 where the reference rounds them to `dtype`, and calls `starting` just before it leaves the interpreter
+for good.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ def decoder_stack_reference(args: StackArgs) -> Kernel:
         kv_layers: Sequence[KVPages],
         prepared: StackParams,
         starting: Callable[[], None] | None = None,
+        last: torch.Tensor | None = None,
     ) -> torch.Tensor:
         residual = prepared.embedding.apply(token_ids) * args.embedding_scale  # [T, H]
         branch = torch.zeros_like(residual)
@@ -107,7 +109,8 @@ def decoder_stack_reference(args: StackArgs) -> Kernel:
             branch = layer.down.apply(act(layer.gate_up.apply(x)))
             if layer.down_norm is not None:
                 branch = norm(branch, layer.down_norm)
-        out: torch.Tensor = norm(residual + branch, prepared.final_norm)
+        hidden = residual + branch
+        out: torch.Tensor = norm(hidden if last is None else hidden.index_select(0, last), prepared.final_norm)
         return out
 
     return decoder_stack

@@ -175,6 +175,32 @@ def test_agrees_with_the_reference(isa: str, shape: Shape, monkeypatch) -> None:
             assert error(one.k, other.k) < limit and error(one.v, other.v) < limit
 
 
+@pytest.mark.parametrize("wanted", [[0, 1, 6, 46, 47, 64], [46], [5, 6, 63], [], list(range(65))], ids=len)
+@pytest.mark.parametrize("isa", isas())
+def test_some_tokens_alone_are_those_of_all(isa: str, wanted: list[int], monkeypatch) -> None:
+    load_operators()
+    use(monkeypatch, isa)
+    seed = time.time_ns() % 2**31
+    print("seed", seed)
+    make = torch.Generator().manual_seed(seed)
+    rows = [(1, 1), (1, 70), (5, 5), (40, 130), (1, 33), (17, 17)]
+    for shape in (SHAPES[0], Shape(out_norms=True)):
+        num_blocks = 2 * sum(-(-length // shape.block_size) for _, length in rows)
+        for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+            args, params = build(shape, dtype, make)
+            stack, pages = NativeStack(args, params), pages_of(shape, dtype, num_blocks, make)
+            ids, positions, groups = batch_of(shape, rows, make, num_blocks)
+            all_pages, some_pages, index = copy(pages), copy(pages), torch.tensor(wanted, dtype=torch.int64)
+            everything = bind_stack(args)(ids, positions, groups, all_pages, stack)
+            found = bind_stack(args)(ids, positions, groups, some_pages, stack, None, index)
+            assert found.shape == (len(wanted), args.hidden)
+            assert not wanted or error(found, everything[index]) < limit
+            reference = registry.reference("decoder_stack", args)(ids, positions, groups, copy(pages), params, None, index)
+            assert reference.shape == found.shape and (not wanted or error(found, reference) < 2e-2)
+            for one, other in zip(some_pages, all_pages, strict=True):  # keys and values of all are written
+                assert torch.equal(one.k, other.k) and torch.equal(one.v, other.v)
+
+
 @pytest.mark.parametrize("isa", isas())
 def test_stale_memory_is_never_seen(isa: str, monkeypatch) -> None:
     """Every slot that no row owns holds NaN; padding tokens and rows write and read nothing."""
@@ -216,6 +242,9 @@ def test_bad_calls_are_refused(monkeypatch) -> None:
     refused("page", batch=replace(groups[0], block_table=groups[0].block_table[:, :1]))
     refused("page", batch=replace(groups[0], block_table=torch.full_like(groups[0].block_table, -1)))
     refused("fit together", batch=replace(groups[0], seq_lens=groups[0].seq_lens - 18))
+    for last in ([5], [-1], [2, 2], [3, 1]):
+        with pytest.raises(AssertionError, match="fit together"):
+            call(ids, positions, groups, pages, stack, None, torch.tensor(last))
     assert call(ids, positions, groups, pages, stack).isfinite().all()
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hexad.models.decoder import DecoderLayer
 
 Starting = Callable[[], None] | None
-Stack = Callable[[torch.Tensor, torch.Tensor, Sequence[AttentionBatch], Sequence[KVPages], Starting], torch.Tensor]
+Stack = Callable[[torch.Tensor, torch.Tensor, Sequence[AttentionBatch], Sequence[KVPages], Starting, torch.Tensor | None], torch.Tensor]
 
 
 def bind_stack(
@@ -30,7 +30,7 @@ def bind_stack(
 ) -> Stack | None:
     """token ids, positions, KV groups, pages -> hidden states [T, H] after the final norm; None: layer by layer it is.
 
-    The last argument is `ForwardInputs.starting`.
+    The last two arguments are `ForwardInputs.starting` and the places of the tokens that alone are wanted (None: all).
     """
     products = [embedding, *(p for layer in layers for p in _products(layer))]
     if any(getattr(product, "packed", None) is None for product in products):
@@ -42,7 +42,12 @@ def bind_stack(
     bound = registry.bind("decoder_stack", args, context.prefer)
     params = StackParams(_product(embedding), [_layer_params(layer) for layer in layers], final_norm)
     call, prepared = bound.call, bound.prepare(params)
-    return lambda token_ids, positions, groups, kv_layers, starting: call(token_ids, positions, groups, kv_layers, prepared, starting)
+
+    def stack(ids: torch.Tensor, positions: torch.Tensor, groups: Any, kv_layers: Any, starting: Any, last: Any) -> torch.Tensor:
+        hidden: torch.Tensor = call(ids, positions, groups, kv_layers, prepared, starting, last)
+        return hidden
+
+    return stack
 
 
 def _products(layer: DecoderLayer) -> tuple[Any, Any, Any, Any]:

@@ -26,7 +26,7 @@ from hexad.operators.packed import INT8_ROWS
 
 log = logging.getLogger(__name__)
 
-VERSION = 6
+VERSION = 7
 SOURCES = {  # formats of rows that can be packed, as pack.h numbers them
     "q4_0": 0, "q4_1": 1, "q8_0": 2, "bfloat16": 3, "float32": 4, "q5_0": 5, "q5_1": 6, "q4_k": 7, "q5_k": 8, "q6_k": 9, "q3_k": 10,
     INT8_ROWS: 11,
@@ -293,7 +293,7 @@ class StackCall(ctypes.Structure):
     """stack.h: StackCall."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("token_ids", "positions", "query_start", "seq_lens", "groups", "keys", "values", "out")),
+        *((name, c_void_p) for name in ("token_ids", "positions", "query_start", "seq_lens", "groups", "keys", "values", "out", "last")),
         ("num_blocks", c_int64),
-        *((name, c_int32) for name in ("tokens", "rows", "num_groups", "block_size")),
+        *((name, c_int32) for name in ("tokens", "rows", "num_groups", "block_size", "num_last")),
     ]  # fmt: skip

@@ -139,6 +139,7 @@ def bind_stack(args: StackArgs) -> Kernel:
         kv_layers: Sequence[KVPages],
         prepared: NativeStack,
         starting: Callable[[], None] | None = None,
+        last: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = prepared.pages(kv_layers)
         tables = [batch.block_table.contiguous() for batch in groups]
@@ -147,7 +148,8 @@ def bind_stack(args: StackArgs) -> Kernel:
             *(GroupCall(table.data_ptr(), slot.data_ptr(), table.shape[1]) for table, slot in zip(tables, slots, strict=True))
         )
         token_ids, positions, first = token_ids.contiguous(), positions.contiguous(), groups[0]
-        out = torch.empty(token_ids.shape[0], hidden, dtype=dtype)
+        last = None if last is None else last.contiguous()
+        out = torch.empty(len(token_ids if last is None else last), hidden, dtype=dtype)
         call = StackCall(
             token_ids=token_ids.data_ptr(),
             positions=positions.data_ptr(),
@@ -157,11 +159,13 @@ def bind_stack(args: StackArgs) -> Kernel:
             keys=ctypes.addressof(keys),
             values=ctypes.addressof(values),
             out=out.data_ptr(),
+            last=None if last is None else last.data_ptr(),
             num_blocks=kv_layers[0].k.shape[0],
             tokens=token_ids.shape[0],
             rows=first.seq_lens.shape[0],
             num_groups=len(groups),
             block_size=first.block_size,
+            num_last=-1 if last is None else len(last),
         )
         arguments = ctypes.addressof(prepared.desc), ctypes.addressof(prepared.layers), ctypes.addressof(call)
         if starting is not None:

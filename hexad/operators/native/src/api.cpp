@@ -94,7 +94,7 @@ extern "C" {
 
 #pragma GCC visibility push(default)
 
-int32_t hx_version() { return 6; }
+int32_t hx_version() { return 7; }
 
 // Chooses the instruction set: `name`, or the best if it is empty. The name of the one taken; null: this machine has no such one.
 const char* hx_choose(const char* name) {

@@ -31,6 +31,7 @@ struct Step {
   int64_t ldh, ldq, ldi;
   int longest;  // keys of the longest row
   int widest;   // queries of the widest row
+  int tokens;   // in residual and what follows it: the step's, in the end those of `last`
 };
 
 // Nothing of a call is trusted: an index outside its array is refused before anything is read or written through it.
@@ -45,6 +46,9 @@ int32_t check(const StackDesc& d, const StackCall& c) {
     for (int t = 0; t < c.tokens; ++t) {
       if (c.groups[g].slots[t] < -1 || c.groups[g].slots[t] >= slots) return kBadSlot;
     }
+  }
+  for (int i = 0; i < c.num_last; ++i) {
+    if (c.last[i] <= (i ? c.last[i - 1] : -1) || c.last[i] >= c.tokens) return kBadRows;
   }
   for (int row = 0; row < c.rows; ++row) {
     const int64_t queries = c.query_start[row + 1] - c.query_start[row], length = c.seq_lens[row];
@@ -103,13 +107,13 @@ bool allocate(Step& s) {
 }
 
 void run_norm(Step& s, const float* x, const float* weight, void* out, int32_t dtype, int64_t ldo) {
-  const int per_chunk = std::max(8, (s.c.tokens + 4 * s.r.threads - 1) / (4 * s.r.threads));
-  NormTask task{x, weight, s.d.eps, s.d.hidden, s.c.tokens, per_chunk, dtype, out, ldo};
-  s.r.workers().run((s.c.tokens + per_chunk - 1) / per_chunk, [&](int chunk, int) { s.r.kernels->norm(&task, chunk); });
+  const int per_chunk = std::max(8, (s.tokens + 4 * s.r.threads - 1) / (4 * s.r.threads));
+  NormTask task{x, weight, s.d.eps, s.d.hidden, s.tokens, per_chunk, dtype, out, ldo};
+  s.r.workers().run((s.tokens + per_chunk - 1) / per_chunk, [&](int chunk, int) { s.r.kernels->norm(&task, chunk); });
 }
 
 bool product(Step& s, const Weight* weight, const void* x, int64_t ldx, int32_t epilogue, void* out, int32_t out_dtype, int64_t ldo) {
-  LinearTask task{weight, x, ldx, nullptr, nullptr, nullptr, nullptr, s.x_dtype, s.c.tokens, epilogue, s.d.activation, out_dtype, 0, out, ldo};
+  LinearTask task{weight, x, ldx, nullptr, nullptr, nullptr, nullptr, s.x_dtype, s.tokens, epilogue, s.d.activation, out_dtype, 0, out, ldo};
   return run_linear(s.r, task);
 }
 
@@ -119,7 +123,7 @@ bool product_added(Step& s, const Weight* weight, const void* x, int64_t ldx, co
   if (norm == nullptr) return product(s, weight, x, ldx, kAdd, s.residual, kF32, hidden);
   if (!product(s, weight, x, ldx, kStore, s.branch, kF32, hidden)) return false;
   run_norm(s, s.branch, norm, s.branch, kF32, hidden);
-  for (int64_t i = 0; i < s.c.tokens * hidden; ++i) s.residual[i] += s.branch[i];
+  for (int64_t i = 0; i < s.tokens * hidden; ++i) s.residual[i] += s.branch[i];
   return true;
 }
 
@@ -157,6 +161,17 @@ void embed(Step& s) {
   }
 }
 
+// From here on the wanted tokens alone.
+void keep_last(Step& s) {
+  const int64_t attended = s.ldq * item_bytes(s.x_dtype), hidden = s.d.hidden;
+  for (int64_t i = 0; i < s.c.num_last; ++i) {  // ascending: what is overwritten was moved before, or is not wanted
+    if (s.c.last[i] == i) continue;
+    memcpy(s.attended + i * attended, s.attended + s.c.last[i] * attended, static_cast<size_t>(attended));
+    memcpy(s.residual + i * hidden, s.residual + s.c.last[i] * hidden, static_cast<size_t>(hidden) * sizeof(float));
+  }
+  s.tokens = s.c.num_last;
+}
+
 bool run_layer(Step& s, const LayerDesc& layer, int index) {
   const StackDesc& d = s.d;
   const int64_t qkv_width = static_cast<int64_t>(d.heads + 2 * d.kv_heads) * d.dim;
@@ -164,6 +179,8 @@ bool run_layer(Step& s, const LayerDesc& layer, int index) {
   if (!product(s, layer.qkv, s.normed, s.ldh, kStore, s.qkv, kF32, qkv_width)) return false;
   run_rope(s, layer, index);
   run_attention(s, layer, index);
+  if (index == d.layers - 1 && s.c.num_last >= 0) keep_last(s);
+  if (s.tokens == 0) return true;
   if (!product_added(s, layer.attention_out, s.attended, s.ldq, layer.attention_out_norm)) return false;
   run_norm(s, s.residual, layer.post_norm, s.normed, s.x_dtype, s.ldh);
   if (!product(s, layer.gate_up, s.normed, s.ldh, d.gated ? kGated : kAct, s.gated, s.x_dtype, s.ldi)) return false;
@@ -183,7 +200,7 @@ int32_t stack_forward(const StackDesc& d, const LayerDesc* layers, const StackCa
     }
   }
   if (status != kDone) return status;
-  Step s{r, d, c, product_dtype(r, d.dtype), nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, 0, 0, 0, 0};
+  Step s{r, d, c, product_dtype(r, d.dtype), nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, 0, 0, 0, 0, c.tokens};
   for (int row = 0; row < c.rows; ++row) {
     s.longest = std::max(s.longest, static_cast<int>(c.seq_lens[row]));
     s.widest = std::max(s.widest, static_cast<int>(c.query_start[row + 1] - c.query_start[row]));
@@ -193,7 +210,7 @@ int32_t stack_forward(const StackDesc& d, const LayerDesc* layers, const StackCa
   for (int i = 0; i < d.layers; ++i) {
     if (!run_layer(s, layers[i], i)) return kNoMemory;
   }
-  run_norm(s, s.residual, d.final_norm, c.out, d.dtype, d.hidden);
+  if (s.tokens) run_norm(s, s.residual, d.final_norm, c.out, d.dtype, d.hidden);
   return kDone;
 }
 

@@ -45,9 +45,10 @@ struct StackCall {
   const GroupCall* groups;
   void* const* keys;  // one pointer a layer
   void* const* values;
-  void* out;  // [tokens][hidden] in the stack's dtype
+  void* out;  // [tokens][hidden] in the stack's dtype, or [num_last][hidden]
+  const int64_t* last;  // [num_last] the tokens, ascending, whose hidden states are wanted; num_last -1: all are
   int64_t num_blocks;
-  int32_t tokens, rows, num_groups, block_size;
+  int32_t tokens, rows, num_groups, block_size, num_last;
 };
 
 // 0, or the reason why nothing was computed.

@@ -1,0 +1,47 @@
+"""`paged_attention` by FlashAttention 4 (Shah, Dao et al.; package flash-attn-4, written in CuTe's Python): any mix of rows in one call.
+
+It compiles a variant at its first call (seconds). On Hopper it does not split keys, so few decode rows with long contexts leave most of
+the card idle. Nothing waits for the device, so that calls can be captured in graphs.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from hexad.operators.args import AttentionArgs
+from hexad.operators.batch import AttentionBatch, KVPages
+from hexad.operators.registry import Kernel
+
+
+def bind(args: AttentionArgs) -> Kernel:
+    """Raises ImportError: the library is broken."""
+    attend = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+    window = (None, None) if args.window is None else (args.window - 1, 0)
+    options = {"softmax_scale": args.scale, "causal": True, "window_size": window, "softcap": args.softcap or 0.0}
+
+    def paged_attention(q: torch.Tensor, kv: KVPages, batch: AttentionBatch) -> torch.Tensor:
+        result = attend(
+            q,
+            kv.k,
+            kv.v,
+            cu_seqlens_q=batch.query_start,
+            seqused_k=batch.seq_lens,
+            page_table=_pages(batch),
+            max_seqlen_q=batch.max_query_len,
+            max_seqlen_k=batch.max_seq_len,
+            **options,
+        )
+        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return out.flatten(1)
+
+    return paged_attention
+
+
+def _pages(batch: AttentionBatch) -> torch.Tensor:
+    """The block table without -1: a tile of keys may look up a page behind the last one, and read it before it is masked."""
+    if "flash_attn" not in batch.scratch:
+        batch.scratch["flash_attn"] = batch.block_table.clamp(min=0)
+    pages: torch.Tensor = batch.scratch["flash_attn"]
+    return pages

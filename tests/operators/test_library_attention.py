@@ -1,0 +1,150 @@
+"""Attention of optional libraries: what they are given, with stand-ins that keep to their contracts. `tests/gpu` has the real ones."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from hexad.operators.args import AttentionArgs
+from hexad.operators.batch import AttentionBatch, KVPages
+from hexad.operators.libraries import flash_attn, flashinfer, provider
+from hexad.operators.load import load_operators
+
+BLOCK, PAGES = 4, 40
+ARGS = AttentionArgs(4, 2, 8, 0.3, None, None, BLOCK, torch.bfloat16, torch.bfloat16, "cuda")
+
+
+@pytest.fixture
+def make() -> torch.Generator:
+    seed = time.time_ns() % 2**31
+    print("seed", seed)
+    return torch.Generator().manual_seed(seed)
+
+
+def attend_row(q, k, v, *, scale, window, softcap):
+    """q [n, H, D] at the end of k, v [m, G, D], in float32."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    n, m = q.shape[0], k.shape[0]
+    place, keys = torch.arange(n)[:, None] + m - n, torch.arange(m)[None]
+    seen = keys <= place
+    if window >= 0:
+        seen &= keys >= place - window
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+
+
+def fake_flash_attn():
+    def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+                               window_size, softcap):  # fmt: skip
+        assert causal and page_table.dtype == cu_seqlens_q.dtype == seqused_k.dtype == torch.int32
+        assert bool((page_table >= 0).all())  # any of them may be looked up
+        out = torch.zeros_like(q)
+        for row, length in enumerate(seqused_k.tolist()):
+            low, high = cu_seqlens_q[row], cu_seqlens_q[row + 1]
+            assert high - low <= max_seqlen_q and length <= max_seqlen_k
+            if length:
+                keys, values = (x[page_table[row].long()].flatten(0, 1)[:length] for x in (k, v))
+                window = -1 if window_size[0] is None else window_size[0]
+                out[low:high] = attend_row(q[low:high], keys, values, scale=softmax_scale, window=window, softcap=softcap).to(q.dtype)
+        return out, None
+
+    package, module = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    package.cute = module
+    return {"flash_attn": package, "flash_attn.cute": module}
+
+
+def fake_flashinfer(plans):
+    class Wrapper:
+        def __init__(self, workspace, layout):
+            assert workspace.dtype == torch.uint8 and layout == "NHD"
+
+        def plan(self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim,
+                 page_size, *, causal, sm_scale, window_left, logits_soft_cap, q_data_type, kv_data_type):  # fmt: skip
+            assert causal and (num_qo_heads, num_kv_heads, head_dim, page_size) == (4, 2, 8, BLOCK) and q_data_type == kv_data_type
+            assert not qo_indptr.is_cuda and not paged_kv_indptr.is_cuda and paged_kv_indptr[-1] == len(paged_kv_indices)
+            assert bool((paged_kv_last_page_len >= 1).all() and (paged_kv_last_page_len <= page_size).all())
+            self.rows = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+            self.options = {"scale": sm_scale, "window": window_left, "softcap": logits_soft_cap}
+            plans.append(self)
+
+        def run(self, q, kv):
+            out = torch.zeros_like(q)
+            queries, starts, pages, last = self.rows
+            for row in range(len(last)):
+                low, high = queries[row], queries[row + 1]
+                mine = pages[starts[row] : starts[row + 1]].long()
+                length = (len(mine) - 1) * BLOCK + int(last[row])
+                keys, values = (x[mine].flatten(0, 1)[:length] for x in kv)
+                if high > low and length >= high - low:
+                    out[low:high] = attend_row(q[low:high], keys, values, **self.options).to(q.dtype)
+            return out
+
+    module = ModuleType("flashinfer")
+    module.BatchPrefillWithPagedKVCacheWrapper = Wrapper
+    return {"flashinfer": module}
+
+
+def step(make, lengths, queries):
+    """A mixed step; entries of the table behind a row's last page are -1."""
+    counts = [-(-length // BLOCK) for length in lengths]
+    order, table = torch.randperm(PAGES, generator=make).tolist(), torch.full((len(lengths), max(counts) + 2), -1, dtype=torch.int32)
+    for row, count in enumerate(counts):
+        table[row, :count] = torch.tensor(order[:count], dtype=torch.int32)
+        order = order[count:]
+    start = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
+    return AttentionBatch(
+        query_start=start, seq_lens=torch.tensor(lengths, dtype=torch.int32), block_table=table, slots=torch.full((int(start[-1]),), -1),
+        max_query_len=max(queries), max_seq_len=max(lengths) + 3, block_size=BLOCK, num_decodes=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("library", ["flash_attn", "flashinfer"])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (None, 20.0)])
+def test_a_mixed_step_is_what_the_reference_gives(library, window, softcap, make, monkeypatch):
+    plans = []
+    for name, module in (fake_flash_attn() if library == "flash_attn" else fake_flashinfer(plans)).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    args = replace(ARGS, window=window, softcap=softcap)
+    call = {"flash_attn": flash_attn, "flashinfer": flashinfer}[library].bind(args)
+    reference = load_operators().reference("paged_attention", replace(args, device_type="cpu"))
+    lengths, queries = [1, 9, 16, 7, 0], [1, 1, 6, 7, 1]  # the last is a padding row
+    batch = step(make, lengths, queries)
+    for _ in range(2):  # two layers of one step
+        q = torch.randn(sum(queries), 4, 8, generator=make).bfloat16()
+        kv = KVPages(*(torch.randn(PAGES, BLOCK, 2, 8, generator=make).bfloat16() for _ in range(2)))
+        live = slice(0, sum(queries[:-1]))
+        torch.testing.assert_close(call(q, kv, batch)[live].float(), reference(q, kv, batch)[live].float(), atol=2e-2, rtol=2e-2)
+    assert len(plans) == (library == "flashinfer")  # one plan a step, whatever the layers
+
+
+def test_the_own_kernels_stay_the_choice_and_reasons_are_told(monkeypatch):
+    pytest.importorskip("triton")
+    registry, args = load_operators(), replace(ARGS, head_dim=64, block_size=64)
+    monkeypatch.setattr(provider, "installed", lambda name: name == "flash_attn")
+    listed = {c.provider: c for c in registry.explain("paged_attention", args)}
+    assert listed["triton"].chosen
+    assert listed["flash_attn"].reasons == () and not listed["flash_attn"].chosen
+    assert listed["flashinfer"].reasons == ("flashinfer-python is not installed",)
+    forced = {c.provider: c.chosen for c in registry.explain("paged_attention", args, {"paged_attention": "flash_attn"})}
+    assert forced["flash_attn"]
+    for change, word in (
+        ({"device_type": "cpu"}, "not on cuda"),
+        ({"dtype": torch.float32}, "float32"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "pages are in"),
+        ({"head_dim": 300}, "head size 300"),
+    ):
+        assert any(word in reason for reason in provider.reasons_of("flash_attn", replace(ARGS, **change))), change
+
+
+def test_an_older_package_of_the_name_is_not_taken_for_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))  # no `cute` inside
+    assert provider.installed.__wrapped__("flash_attn") is False
