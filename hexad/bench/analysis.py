@@ -43,12 +43,11 @@ def startup(
 
     def body() -> None:
         name = chosen_model(model, quiet)
-        from hexad.bench.ceilings import note
+        from hexad.bench.ceilings import calibrated_now, note
         from hexad.bench.facts import locate, read_facts
         from hexad.bench.loads import find_load
         from hexad.bench.shapes import is_shape
         from hexad.bench.startup import check_phases, disk_read_bytes_s, load_rates, measure_startup, weight_files
-        from hexad.hardware.measure import calibrate
 
         options = engine_options(option)
         if is_shape(name):
@@ -72,8 +71,7 @@ def startup(
             metrics |= load_rates(metrics, sum(file.stat().st_size for file in files), disk)
         result["flags"] += check_phases(metrics)
         if calibration_s:  # last: a calibration holds memory that a start would miss
-            on_gpu = device_of(options) == "cuda"
-            result["calibration"] = {"kind": "gpu" if on_gpu else "cpu", **calibrate("cuda" if on_gpu else "cpu", calibration_s)}
+            result["calibration"] = calibrated_now(device_of(options), calibration_s)
             result["device"] = {"name": result["calibration"]["device"]}
         result["settings"] = {"warm_runs": warm_runs, "options": results.shown_options(options)}
         finish(result, metrics, json_path)
@@ -102,12 +100,11 @@ def kernels(
         name = chosen_model(model, quiet)
         import torch
 
-        from hexad.bench.ceilings import note
+        from hexad.bench.ceilings import calibrated_now, note
         from hexad.bench.facts import locate, read_facts
         from hexad.bench.kernels import measure_kernels
         from hexad.bench.session import calibrated_device
         from hexad.hardware.devices import resolve_device
-        from hexad.hardware.measure import calibrate
         from hexad.operators.load import load_operators
 
         if threads:
@@ -119,7 +116,7 @@ def kernels(
         result = results.new_result("kernels", None, spec.name, stored.name)
         results.begin(result, json_path)
         note("calibrating", quiet)
-        result["calibration"] = {"kind": "gpu" if chosen.type == "cuda" else "cpu", **calibrate(str(chosen), max(calibration_s, 0.05))}
+        result["calibration"] = calibrated_now(str(chosen), max(calibration_s, 0.05))
         result["device"] = {"name": result["calibration"]["device"], "cores": read_processor().cores}
         batches, contexts = batch or [1, 8, 64, 256], context or [512, 2048]
         used = torch.get_num_threads() if chosen.type == "cpu" else None
@@ -218,13 +215,12 @@ def profile(
         import torch
 
         from hexad.bench import profile as profiling
-        from hexad.bench.ceilings import note
+        from hexad.bench.ceilings import calibrated_now, note
         from hexad.bench.facts import read_facts
         from hexad.bench.inprocess import InProcess
         from hexad.bench.session import calibrated_device, costs_of
         from hexad.bench.shapes import is_shape, resolve_model
         from hexad.bench.verdict import verdict
-        from hexad.hardware.measure import calibrate
         from hexad.operators.load import load_operators
 
         if trace:
@@ -240,7 +236,7 @@ def profile(
         result = results.new_result("profile", None, spec.name, stored.name)
         results.begin(result, json_path)
         note("calibrating", quiet)
-        result["calibration"] = {"kind": "gpu" if on_gpu else "cpu", **calibrate("cuda" if on_gpu else "cpu", max(calibration_s, 0.05))}
+        result["calibration"] = calibrated_now(device_of(options), max(calibration_s, 0.05))
         calibrated = calibrated_device(result["calibration"])
         result["device"] = {"name": calibrated.name, "cores": read_processor().cores}
         result["settings"] = {"input_len": prompt, "steps": steps, "by_layer": by_layer, "options": results.shown_options(options)}
@@ -289,10 +285,10 @@ def traced(
         ConfigError: there is no GPU.
     """
     from hexad.bench import trace
+    from hexad.bench.ceilings import calibrated_now
     from hexad.bench.facts import read_facts
     from hexad.bench.inprocess import InProcess
     from hexad.bench.shapes import is_shape, resolve_model
-    from hexad.hardware.measure import calibrate
 
     if device_of(options) != "cuda":
         raise ConfigError("--trace looks at what a GPU does, and the engine would run on the CPU: leave it out, or use device=cuda")
@@ -315,7 +311,7 @@ def traced(
             results.save(result, path)
     finally:
         face.close()
-    result["calibration"] = {"kind": "gpu", **calibrate("cuda", 0.3)}
+    result["calibration"] = calibrated_now("cuda", 0.3)
     result["device"] = {"name": result["calibration"]["device"]}
     shown = ("step_ms", "step_ms_traced", "idle_share", "idle_between_launches_share", "longest_gap_us", "launches")
     finish(result, found, path, quiet=True)

@@ -30,6 +30,13 @@ def is_here(base_url: str) -> bool:
     return bool(found) and all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
+def calibrated_now(device: str, seconds: float) -> dict[str, Any]:
+    """What a result says of its device's ceilings ("cpu", "cuda", "cuda:1"), measured for about `seconds` a figure."""
+    from hexad.hardware.measure import calibrate
+
+    return {"kind": "cpu" if device == "cpu" else "gpu", **calibrate(device, seconds)}
+
+
 def calibration_of(
     options: Mapping[str, Any], base_url: str | None, seconds: float, *, quiet: bool
 ) -> tuple[dict[str, Any] | None, str | None]:
@@ -45,13 +52,12 @@ def calibration_of(
     if device.startswith("fake"):
         return None, "the device is simulated"
     from hexad.hardware.devices import resolve_device
-    from hexad.hardware.measure import calibrate
 
     on_gpu = resolve_device(device).type == "cuda"
     guess = base_url is not None and device == "auto" and on_gpu
     note("calibrating" + (" this machine's GPU; if the server runs on the processors, say -o device=cpu" if guess else ""), quiet)
     try:
-        return {"kind": "gpu" if on_gpu else "cpu", **calibrate("cuda" if on_gpu else "cpu", seconds)}, None
+        return calibrated_now("cuda" if on_gpu else "cpu", seconds), None
     except RuntimeError as error:  # out of memory has several names: the allocator's, the context's, a library's handle
         if not on_gpu or base_url is None:
             raise

@@ -161,16 +161,19 @@ class Runner:
             return self._draw(step, decoded.logits, decoded.drawn_index % self.state.table_width, decoded.drawn_index, masks)
         if step.hidden is None or step.device is None:
             return StepOutput(step.host, None, step.prompt_scores)
-        plain = self.sampler.is_plain(step.host.sampled_slots, masks)
-        logits = self.model.scores(step.hidden) if plain else self.model.logits(step.hidden)
-        step.hidden = None
-        return self._draw(step, logits, step.device.drawn_positions, step.device.drawn_index, masks)
+        hidden, step.hidden = step.hidden, None
+        if self.sampler.is_plain(step.host.sampled_slots, masks):
+            return self._store(step, self.sampler.take_best(self.model.scores(hidden)), step.device.drawn_index)
+        return self._draw(step, self.model.logits(hidden), step.device.drawn_positions, step.device.drawn_index, masks)
 
     def _draw(self, step: Step, logits: torch.Tensor, drawn_at: torch.Tensor, drawn_index: torch.Tensor, masks: Masks | None) -> StepOutput:
         host = step.host
         sampled = self.sampler(logits, host.sampled_slots, drawn_at, self._token_table, drawn_at, masks, host.max_seq_len)
+        return self._store(step, sampled, drawn_index)
+
+    def _store(self, step: Step, sampled: Sampled, drawn_index: torch.Tensor) -> StepOutput:
         self._flat_tokens.index_copy_(0, drawn_index, sampled.token_ids)
-        return StepOutput(host, sampled, step.prompt_scores)
+        return StepOutput(step.host, sampled, step.prompt_scores)
 
     def result(self, output: StepOutput, busy_s: float) -> StepResult:
         """The step's result from host tensors. Any thread."""

@@ -7,8 +7,7 @@
 typedef int64_t l8v __attribute__((vector_size(64)));
 typedef float f8v __attribute__((vector_size(32)));
 
-constexpr int kDrawBuckets = 2048;
-constexpr float kDrawSteps = 64.0f;  // buckets per unit: up to 32, beyond 27.8 weights are 0
+constexpr float kDrawSteps = 64.0f;  // buckets per unit: kDrawBuckets reach up to 32, beyond 27.8 weights are 0
 constexpr int kNearBuckets = 448;    // filled at once: up to 7
 constexpr float kWeightScale = 0x1p40f;
 

@@ -143,25 +143,13 @@ static inline void panel_f32(const Weight& w, const uint8_t* panel, const float*
 }
 
 #if HX_BF16
-// ---- bfloat16 activations, one dot product at a time: codes are exact in bfloat16, scales are applied in float32 ----
+// ---- bfloat16 weights and activations, one dot product at a time ----
 
-static inline __m512i pair_bits(const uint16_t* x, int pair) {
+// Columns 2 * pair and the next, 16 bits each, in every lane.
+static inline __m512i pair_bits(const void* x, int64_t pair) {
   uint32_t bits;
-  memcpy(&bits, x + 2 * pair, 4);
+  memcpy(&bits, static_cast<const uint8_t*>(x) + 4 * pair, 4);
   return _mm512_set1_epi32(static_cast<int>(bits));
-}
-
-static inline __m512i code_table(float zero) {
-  alignas(64) uint16_t table[32];
-  for (int i = 0; i < 32; ++i) table[i] = round_bf16(static_cast<float>(i % 16) - zero);  // bit 4 of an index is a neighbour's: ignored
-  return _mm512_load_si512(table);
-}
-
-// Of 6-bit codes: `first` .. `first` + 31.
-static inline __m512i wide_code_table(float zero, int first) {
-  alignas(64) uint16_t table[32];
-  for (int i = 0; i < 32; ++i) table[i] = round_bf16(static_cast<float>(first + i) - zero);
-  return _mm512_load_si512(table);
 }
 
 // 6-bit codes of pairs 4 z + i as indices; what lies above their six bits is a neighbour's.
@@ -173,77 +161,33 @@ static inline __m512i wide_codes(const uint8_t* group, int z, int i) {
   return _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), low, high, 0xca);  // the mask's bits of `low`, the others of `high`
 }
 
-template <int kFormat>
-static inline __m512bh code_pairs(const uint8_t* group, int z, int i, __m512i table, __m512i upper_table) {
-  if (has_6_bits(kFormat)) return (__m512bh)_mm512_permutex2var_epi16(table, wide_codes(group, z, i), upper_table);
-  if (kFormat == kInt4 || kFormat == kInt4K) {
-    const __m512i words = _mm512_loadu_si512(group + 64 * z);
-    return (__m512bh)_mm512_permutexvar_epi16(i == 0 ? words : _mm512_srli_epi16(words, 4 * i), table);
-  }
-  if (kFormat == kInt8) {
-    const uint8_t* bytes = group + 32 * (4 * z + i);
-    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes))));
-    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + 16))));
-    return _mm512_cvtne2ps_pbh(high, low);
-  }
-  return (__m512bh)_mm512_loadu_si512(group + 64 * (4 * z + i));
-}
-
-template <int kRows, int kFormat>
-HX_INLINE void panel_bf16(const Weight& w, const uint8_t* panel, const uint16_t* x, int64_t ldx, const float* sums, f16v* y) {
+template <int kRows>
+HX_INLINE void panel_bf16(const Weight& w, const uint8_t* panel, const uint16_t* x, int64_t ldx, f16v* y) {
   constexpr int kChains = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;  // independent sums hide the latency of the dot product
-  const __m512i table = has_6_bits(kFormat) ? wide_code_table(w.zero, 0) : code_table(w.zero);
-  const __m512i upper_table = has_6_bits(kFormat) ? wide_code_table(w.zero, 32) : table;
-  for (int m = 0; m < kRows; ++m) y[m] = f16v{};
+  __m512 acc[kRows][kChains];
+  for (int m = 0; m < kRows; ++m) {
+    for (int c = 0; c < kChains; ++c) acc[m][c] = _mm512_setzero_ps();
+  }
   for (int group = 0; group < w.groups; ++group) {
-    constexpr int kBytes = code_bytes(kFormat);
-    const uint8_t* codes = panel + group * kBytes;
-    for (int line = 0; line < kBytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(codes + 4096 + line), _MM_HINT_T0);
-    const uint16_t* xg = x + group * kGroup;
-    __m512 acc[kRows][kChains];
-    for (int m = 0; m < kRows; ++m) {
-      for (int c = 0; c < kChains; ++c) acc[m][c] = _mm512_setzero_ps();
-    }
-    GroupScales scales{};
-    if (has_k_scales(kFormat)) scales = k_scales(w, panel, group);
-#pragma GCC unroll 4
-    for (int z = 0; z < 4; ++z) {
-      if (has_k_scales(kFormat) && z == 2 && w.halves) {
+    constexpr int kBytes = code_bytes(kBFloat16);
+    const uint8_t* numbers = panel + group * kBytes;
+    for (int line = 0; line < kBytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(numbers + 4096 + line), _MM_HINT_T0);
+#pragma GCC unroll 16
+    for (int pair = 0; pair < 16; ++pair) {
+      const __m512bh pairs = (__m512bh)_mm512_loadu_si512(numbers + 64 * pair);
 #pragma GCC unroll 8
-        for (int m = 0; m < kRows; ++m) {
-          for (int c = 0; c < kChains; ++c) y[m] += (f16v)acc[m][c] * scales.first, acc[m][c] = _mm512_setzero_ps();
-        }
+      for (int m = 0; m < kRows; ++m) {
+        const int c = pair % kChains;
+        acc[m][c] = _mm512_dpbf16_ps(acc[m][c], pairs, (__m512bh)pair_bits(x + m * ldx + group * kGroup, pair));
       }
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        const __m512bh pairs = code_pairs<kFormat>(codes, z, i, table, upper_table);
-#pragma GCC unroll 8
-        for (int m = 0; m < kRows; ++m) {
-          const int c = i % kChains;
-          acc[m][c] = _mm512_dpbf16_ps(acc[m][c], pairs, (__m512bh)pair_bits(xg + m * ldx, 4 * z + i));
-        }
-      }
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < kRows; ++m) {
-      f16v total = (f16v)acc[m][0];
-      for (int c = 1; c < kChains; ++c) total += (f16v)acc[m][c];
-      if (has_k_scales(kFormat)) {
-        y[m] += total * scales.second;
-      } else {
-        y[m] += kFormat == kBFloat16 ? total : total * (f16v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)scales_of(w, panel, group)));
-      }
-    }
-    if (has_minima(kFormat) && w.has_min) {
-      const f16v minimum =
-          has_k_scales(kFormat) ? scales.minimum : (f16v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)minima_of(w, panel, group)));
-      for (int m = 0; m < kRows; ++m) y[m] += minimum * sums[m * w.groups + group];
     }
   }
+  for (int m = 0; m < kRows; ++m) {
+    y[m] = (f16v)acc[m][0];
+    for (int c = 1; c < kChains; ++c) y[m] += (f16v)acc[m][c];
+  }
 }
-#endif
 
-#if HX_BF16
 // ---- bfloat16 activations as 16-bit whole numbers: codes stay whole numbers, and so does their sum over a group ----
 //
 // A group's activations are rounded to 1 / 32767 of the largest, finer than bfloat16 does where it matters. Sums are below 2^27. Half the
@@ -273,12 +217,6 @@ static void round_words(const void* x, int64_t ldx, int rows, int groups, int16_
       sums[at] = scale * static_cast<float>(first_sum + second_sum);
     }
   }
-}
-
-static inline __m512i word_pair(const int16_t* x, int pair) {
-  uint32_t bits;
-  memcpy(&bits, x + 2 * pair, 4);
-  return _mm512_set1_epi32(static_cast<int>(bits));
 }
 
 template <int kFormat>
@@ -334,7 +272,7 @@ HX_INLINE void panel_words(const LinearTask& t, const Weight& w, const uint8_t* 
 #pragma GCC unroll 8
         for (int m = 0; m < kRows; ++m) {
           const int c = i % kChains;
-          acc[m][c] = _mm512_dpwssd_epi32(acc[m][c], pairs, word_pair(xg + static_cast<int64_t>(m) * w.groups * kGroup, 4 * z + i));
+          acc[m][c] = _mm512_dpwssd_epi32(acc[m][c], pairs, pair_bits(xg + static_cast<int64_t>(m) * w.groups * kGroup, 4 * z + i));
         }
       }
     }
@@ -360,8 +298,10 @@ HX_INLINE void panel_rows(const LinearTask& t, const uint8_t* panel, int row, f1
   const Weight& w = *t.weight;
   const float* sums = t.sums == nullptr ? nullptr : t.sums + static_cast<int64_t>(row) * w.groups;
 #if HX_BF16
-  if (kFormat != kBFloat16 && t.words != nullptr) return panel_words<kRows, kFormat>(t, w, panel, row, y);
-  if (t.x_dtype == kBF16) return panel_bf16<kRows, kFormat>(w, panel, static_cast<const uint16_t*>(t.x) + row * t.ldx, t.ldx, sums, y);
+  if (t.x_dtype == kBF16) {  // packed codes come with `words` here, or in tiles
+    if constexpr (kFormat == kBFloat16) return panel_bf16<kRows>(w, panel, static_cast<const uint16_t*>(t.x) + row * t.ldx, t.ldx, y);
+    else return panel_words<kRows, kFormat>(t, w, panel, row, y);
+  }
 #endif
   panel_f32<kRows, kFormat>(w, panel, static_cast<const float*>(t.x) + row * t.ldx, t.ldx, sums, y);
 }

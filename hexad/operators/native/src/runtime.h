@@ -67,6 +67,12 @@ inline int64_t total_features(const Weight& weight) {
   return total;
 }
 
+// What `draw` needs of a thread's memory: keys and weights, and a mass and a count a bucket.
+inline size_t draw_scratch_bytes(int64_t vocab) {
+  const size_t padded = static_cast<size_t>((vocab + kLanes - 1) / kLanes * kLanes);
+  return padded * (sizeof(uint64_t) + sizeof(float)) + kDrawBuckets * (sizeof(int64_t) + sizeof(int32_t));
+}
+
 inline int64_t padded_columns(int64_t columns) { return (columns + kGroup - 1) / kGroup * kGroup; }
 inline int64_t padded_rows(int64_t rows) { return (rows + kRowBlock - 1) / kRowBlock * kRowBlock; }
 inline int64_t item_bytes(int32_t dtype) { return dtype == kBF16 ? 2 : 4; }

@@ -125,6 +125,8 @@ struct AttentionTask {
   int64_t ldo;
 };
 
+constexpr int kDrawBuckets = 2048;
+
 struct DrawTask {
   const float* logits;  // [rows][stride], `vocab` of them live
   int64_t stride, vocab;
@@ -168,8 +170,5 @@ struct Kernels {
   void (*draw)(const DrawTask*, int row, uint8_t* scratch);
   void (*rank)(const RankTask*, int row);
 };
-
-// What `draw` needs of a thread's memory: keys, weights, and two numbers a bucket.
-inline size_t draw_scratch_bytes(int64_t vocab) { return static_cast<size_t>((vocab + kLanes - 1) / kLanes * kLanes) * 12 + 2048 * 12; }
 
 }  // namespace hx
