@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,12 @@ def many(tiny: Path) -> Iterator[ServerProcess]:
 
 
 def front_ends(process: ServerProcess) -> list[int]:
-    return [pid for pid in process.children() if b"hexad.application.api.front_end" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for pid in process.children():
+        with suppress(OSError):  # it may end between the two looks
+            if b"hexad.application.api.front_end" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 async def counted(server: Watched, name: str) -> float:
