@@ -60,9 +60,9 @@ def cases(
             yield _rope(spec, batch, dtype, device)
         yield from _sampling(spec, batch, device)
         for context in contexts:
-            yield _attention(spec, batch, 1, context, dtype, device)
+            yield attention_case(spec, batch, 1, context, dtype, device)
     for context in contexts:
-        yield _attention(spec, 1, context, context, dtype, device)
+        yield attention_case(spec, 1, context, context, dtype, device)
 
 
 def _rand(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -202,7 +202,7 @@ def _pages(spec: ModelSpec, blocks: int, dtype: torch.dtype, device: torch.devic
     return KVPages(_rand(*shape, dtype=dtype, device=device), _rand(*shape, dtype=dtype, device=device))
 
 
-def _attention(spec: ModelSpec, rows: int, queries: int, context: int, dtype: torch.dtype, device: torch.device) -> Case:
+def attention_case(spec: ModelSpec, rows: int, queries: int, context: int, dtype: torch.dtype, device: torch.device) -> Case:
     a, block_size = spec.attention, BLOCK_SIZES[device.type]
     args = AttentionArgs(
         a.heads, a.kv_heads, a.head_dim, a.scale, None, a.logit_softcap, block_size, dtype, dtype, device.type

@@ -57,6 +57,9 @@ def measure_case(case: Case, device: torch.device, calibrated: Device, seconds: 
         bound_op = registry.bind(case.op, case.args, {case.op: candidate.provider})
         prepare = bound_op.prepare
         copies = _copies(case, prepare)
+        takes = getattr(bound_op.call, "takes", None)
+        if takes is not None and not candidate.chosen and not takes(*copies[0][0]):
+            continue  # it leaves this case to another provider
         seconds_each = time_calls([_call(bound_op.call, case, copy) for copy in copies], device, seconds)
         floor = bound(Work(case.nbytes, 0.0, {_COMPUTE[getattr(case.args, "dtype", torch.float32)]: case.flops}), calibrated).time_s
         rows.append(

@@ -13,6 +13,7 @@ import torch
 from hexad.operators.args import AttentionArgs
 from hexad.operators.batch import AttentionBatch, KVPages
 from hexad.operators.libraries import flash_attn, flashinfer, provider
+from hexad.operators.libraries.prompts import LEAST_QUERIES, PromptAttention
 from hexad.operators.load import load_operators
 
 BLOCK, PAGES = 4, 40
@@ -93,9 +94,9 @@ def fake_flashinfer(plans):
     return {"flashinfer": module}
 
 
-def step(make, lengths, queries):
+def step(make, lengths, queries, block=BLOCK):
     """A mixed step; entries of the table behind a row's last page are -1."""
-    counts = [-(-length // BLOCK) for length in lengths]
+    counts = [-(-length // block) for length in lengths]
     order, table = torch.randperm(PAGES, generator=make).tolist(), torch.full((len(lengths), max(counts) + 2), -1, dtype=torch.int32)
     for row, count in enumerate(counts):
         table[row, :count] = torch.tensor(order[:count], dtype=torch.int32)
@@ -103,7 +104,7 @@ def step(make, lengths, queries):
     start = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
     return AttentionBatch(
         query_start=start, seq_lens=torch.tensor(lengths, dtype=torch.int32), block_table=table, slots=torch.full((int(start[-1]),), -1),
-        max_query_len=max(queries), max_seq_len=max(lengths) + 3, block_size=BLOCK, num_decodes=0,
+        max_query_len=max(queries), max_seq_len=max(lengths) + 3, block_size=block, num_decodes=0,
     )  # fmt: skip
 
 
@@ -141,8 +142,75 @@ def test_the_own_kernels_stay_the_choice_and_reasons_are_told(monkeypatch):
         ({"dtype": torch.float32}, "float32"),
         ({"kv_dtype": torch.float8_e4m3fn}, "pages are in"),
         ({"head_dim": 300}, "head size 300"),
+        ({"head_dim": 72}, "not a multiple of 16"),
+        ({"block_size": 48}, "block size 48"),  # what the own kernels cannot take: they do the rest of a step
     ):
-        assert any(word in reason for reason in provider.reasons_of("flash_attn", replace(ARGS, **change))), change
+        assert any(word in reason for reason in provider.reasons_of("flash_attn", replace(args, **change))), change
+    monkeypatch.setattr(provider, "installed", lambda name: True)
+    assert any("not 64, 128 or 256" in reason for reason in provider.reasons_of("flashinfer", replace(args, head_dim=96)))
+    assert not provider.reasons_of("flashinfer", replace(args, head_dim=128))
+    monkeypatch.setattr(provider, "_capability", lambda: 100)
+    assert any("on a card of this kind" in reason for reason in provider.reasons_of("flash_attn", replace(args, head_dim=192)))
+    monkeypatch.setattr(provider, "_capability", lambda: 86)
+    assert any("older than compute capability 9.0" in reason for reason in provider.reasons_of("flash_attn", args))
+    assert not provider.reasons_of("flashinfer", args)
+
+
+def prompts_of(reference, seen):
+    """Stand-ins for a library and the own kernels that note the rows they are given."""
+
+    def kernel(name):
+        def attend(q, kv, batch):
+            seen.append((name, batch.seq_lens.tolist(), (batch.query_start[1:] - batch.query_start[:-1]).tolist(), batch.max_query_len))
+            assert batch.query_start[0] == 0 and len(q) == batch.query_start[-1] == len(batch.slots)
+            return reference(q, kv, batch)
+
+        return attend
+
+    return PromptAttention(kernel("library"), kernel("own"))
+
+
+def test_the_library_computes_long_prompts_and_the_own_kernels_the_rest(make):
+    args = replace(ARGS, device_type="cpu", block_size=64)
+    reference = load_operators().reference("paged_attention", args)
+    cases = (
+        ([9, 700, 16, 1400], [1, 1, 16, LEAST_QUERIES + 6], 2, ["own", "library"]),
+        ([LEAST_QUERIES, 20], [LEAST_QUERIES, 20], 0, ["library"]),
+        ([9, 700, 600], [1, 1, LEAST_QUERIES - 1], 2, ["own"]),
+        ([9, 700], [1, 1], 2, ["own"]),
+    )
+    for lengths, queries, decodes, wanted in cases:
+        seen = []
+        call = prompts_of(reference, seen)
+        batch = replace(step(make, lengths, queries, 64), num_decodes=decodes)
+        for _ in range(2):  # two layers of one step
+            q = torch.randn(sum(queries), 4, 8, generator=make).bfloat16()
+            kv = KVPages(*(torch.randn(PAGES, 64, 2, 8, generator=make).bfloat16() for _ in range(2)))
+            torch.testing.assert_close(call(q, kv, batch), reference(q, kv, replace(batch, scratch={})))
+            assert call.takes(q, kv, batch) == ("library" in wanted)
+        assert [name for name, *_ in seen] == wanted * 2
+        if wanted == ["own", "library"]:
+            assert seen[0][1:] == (lengths[:2], [1, 1], 1) and seen[1][1:] == (lengths[2:], queries[2:], max(queries))
+
+
+def test_shapes_without_memory_are_left_to_the_own_kernels():
+    seen = []
+    call = PromptAttention(lambda *_: seen.append("library"), lambda *_: seen.append("own"))
+    batch = AttentionBatch(*(torch.empty(2, dtype=torch.int32, device="meta") for _ in range(4)), 4096, 4096, 64, 0)
+    call(torch.empty(4096, 4, 8, device="meta"), None, batch)
+    assert seen == ["own"]
+
+
+def test_compiled_code_is_kept_in_the_cache_folder(monkeypatch, tmp_path):
+    for name, module in fake_flash_attn().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("HEXAD_CACHE", str(tmp_path))
+    for name in ("ENABLED", "DIR"):
+        monkeypatch.delenv(f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}", raising=False)
+        monkeypatch.setattr(flash_attn.os, "environ", dict(flash_attn.os.environ))
+    flash_attn.bind(ARGS)
+    assert flash_attn.os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(tmp_path / "flash_attn")
+    assert flash_attn.os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
 
 
 def test_an_older_package_of_the_name_is_not_taken_for_it(monkeypatch):

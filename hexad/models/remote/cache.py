@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import IO, BinaryIO, Protocol
 
 import msgspec
 
+from hexad.common.cache import cache_dir
 from hexad.common.errors import ModelError
 
 MANIFEST = "hexad.json"
@@ -49,11 +49,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     revision: str | None = None
     files: tuple[CachedFile, ...]
     main: str = ""  # the .gguf file, or "" for a folder of Hugging Face files
-
-
-def cache_dir() -> Path:
-    """HEXAD_CACHE, or ~/.cache/hexad."""
-    return Path(os.environ.get("HEXAD_CACHE") or Path.home() / ".cache" / "hexad").expanduser()
 
 
 def models_dir() -> Path:

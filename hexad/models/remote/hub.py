@@ -10,8 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hexad.common.cache import cache_dir
 from hexad.common.errors import ModelError
-from hexad.models.remote.cache import Progress, cache_dir
+from hexad.models.remote.cache import Progress
 
 _REPO = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.txt"]

@@ -1,15 +1,16 @@
-"""`paged_attention` by FlashAttention 4 (Shah, Dao et al.; package flash-attn-4, written in CuTe's Python): any mix of rows in one call.
+"""Prompts' attention by FlashAttention 4 (Shah, Dao et al.; package flash-attn-4, written in CuTe's Python): any mix of rows in one call.
 
-It compiles a variant at its first call (seconds). On Hopper it does not split keys, so few decode rows with long contexts leave most of
-the card idle. Nothing waits for the device, so that calls can be captured in graphs.
+It compiles a variant at its first call (seconds), which is kept in the cache folder. Nothing waits for the device.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 
 import torch
 
+from hexad.common.cache import cache_dir
 from hexad.operators.args import AttentionArgs
 from hexad.operators.batch import AttentionBatch, KVPages
 from hexad.operators.registry import Kernel
@@ -17,6 +18,9 @@ from hexad.operators.registry import Kernel
 
 def bind(args: AttentionArgs) -> Kernel:
     """Raises ImportError: the library is broken."""
+    # read when it is imported; without a folder named it would load code from the machine's common one for temporary files
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_dir() / "flash_attn"))
     attend = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     window = (None, None) if args.window is None else (args.window - 1, 0)
     options = {"softmax_scale": args.scale, "causal": True, "window_size": window, "softcap": args.softcap or 0.0}

@@ -1,7 +1,7 @@
-"""`paged_attention` by FlashInfer (Ye et al. 2025; package flashinfer-python): any mix of rows, planned on the host once a step.
+"""Prompts' attention by FlashInfer (Ye et al. 2025; package flashinfer-python): any mix of rows, planned on the host once a step.
 
-The plan needs the rows' lengths on the host and so waits for the device: a step that is captured in a graph is left to the package's own
-kernels. Its code is compiled at the first call, which takes nvcc and half a minute or more.
+The plan needs the rows' lengths on the host and so waits for the device. Its code is compiled at the first call, which takes nvcc, and
+one to two minutes for a Hopper.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from hexad.operators.args import AttentionArgs
 from hexad.operators.batch import AttentionBatch, KVPages
-from hexad.operators.registry import Kernel, registry
+from hexad.operators.registry import Kernel
 
 WORKSPACE_BYTES = 128 << 20  # what its documentation advises
 
@@ -27,15 +27,9 @@ def _workspace(device: torch.device) -> torch.Tensor:
 def bind(args: AttentionArgs) -> Kernel:
     """Raises ImportError: the library is broken."""
     make = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
-    captured: Kernel | None = None
     key = f"flashinfer {args}"  # layers of other windows have plans of their own
 
     def paged_attention(q: torch.Tensor, kv: KVPages, batch: AttentionBatch) -> torch.Tensor:
-        nonlocal captured
-        if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            captured = captured or registry.bind("paged_attention", args, {"paged_attention": "triton"}).call
-            own: torch.Tensor = captured(q, kv, batch)
-            return own
         if key not in batch.scratch:
             wrapper = make(_workspace(q.device), "NHD")
             wrapper.plan(*_rows(batch), args.heads, args.kv_heads, args.head_dim, batch.block_size, **_options(args))

@@ -1,8 +1,8 @@
 """Registers attention of installed libraries: FlashAttention 4 (package flash-attn-4) and FlashInfer (flashinfer-python). Both optional.
 
 They stand behind the package's own kernels, which are chosen unless someone says otherwise: `hexad bench kernels --op paged_attention`
-times all that serve, and `HEXAD_OPS=paged_attention=flash_attn` (or `operators` in the configuration) takes one. Importing this module
-imports neither.
+times all that serve, and `HEXAD_OPS=paged_attention=flash_attn` (or `operators` in the configuration) takes one. It then computes the long
+prompts of a step (`PromptAttention`). Importing this module imports neither library.
 """
 
 from __future__ import annotations
@@ -10,16 +10,44 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from hexad.operators.args import AttentionArgs
 from hexad.operators.registry import Kernel, Provider, registry
+from hexad.operators.triton.provider import attention_reasons
 
+
+def _of_flash_attn(args: AttentionArgs, capability: int) -> list[str]:
+    """What FlashAttention 4 leaves out when keys are paged."""
+    if args.head_dim % 16 or args.head_dim > 256:
+        return [f"head size {args.head_dim} is not a multiple of 16 up to 256"]
+    if capability >= 100 and 128 < args.head_dim < 256:
+        return [f"head size {args.head_dim} is over 128 on a card of this kind"]
+    return []
+
+
+def _of_flashinfer(args: AttentionArgs, _capability: int) -> list[str]:
+    return [] if args.head_dim in (64, 128, 256) else [f"head size {args.head_dim} is not 64, 128 or 256"]
+
+
+@dataclass(frozen=True)
+class Library:
+    """One library: what to look for, what it serves."""
+
+    package: str  # that pip installs
+    module: str
+    least_capability: int
+    unserved: Callable[[AttentionArgs, int], list[str]]
+
+
+LIBRARIES = {
+    "flash_attn": Library("flash-attn-4", "flash_attn.cute", 90, _of_flash_attn),
+    "flashinfer": Library("flashinfer-python", "flashinfer", 80, _of_flashinfer),
+}
 HALVES = (torch.bfloat16, torch.float16)
-LEAST_CAPABILITY = {"flash_attn": (9, 0), "flashinfer": (8, 0)}
-MODULES = {"flash_attn": "flash_attn.cute", "flashinfer": "flashinfer"}
-PACKAGES = {"flash_attn": "flash-attn-4", "flashinfer": "flashinfer-python"}
 PRIORITY = 40  # below the own kernels
 
 
@@ -27,34 +55,43 @@ PRIORITY = 40  # below the own kernels
 def installed(name: str) -> bool:
     """Whether the library's module is there; it is not imported (the package around it may be)."""
     try:
-        return importlib.util.find_spec(MODULES[name]) is not None
+        return importlib.util.find_spec(LIBRARIES[name].module) is not None
     except (ImportError, ValueError):  # an older package of the same name
         return False
 
 
 def reasons_of(name: str, args: AttentionArgs) -> list[str]:
     """Why the library does not serve this attention here; empty: it does."""
-    reasons = []
+    library, reasons, capability = LIBRARIES[name], [], _capability()
     if args.device_type != "cuda":
         reasons.append(f"tensors are on {args.device_type}, not on cuda")
     elif torch.version.hip is not None:
         reasons.append("these kernels were written for NVIDIA cards")
-    elif torch.cuda.is_available() and torch.cuda.get_device_capability() < LEAST_CAPABILITY[name]:
-        reasons.append("the card is older than compute capability {}.{}".format(*LEAST_CAPABILITY[name]))
+    elif capability and capability < library.least_capability:
+        reasons.append("the card is older than compute capability {}.{}".format(*divmod(library.least_capability, 10)))
     if args.dtype not in HALVES:
         reasons.append(f"queries are in {args.dtype}, not in float16 or bfloat16")
     if args.kv_dtype != args.dtype:
         reasons.append(f"pages are in {args.kv_dtype}, queries in {args.dtype}")
-    if args.head_dim % 8 or args.head_dim > 256:
-        reasons.append(f"head size {args.head_dim} is not a multiple of 8 up to 256")
+    reasons += library.unserved(args, capability)
     if not reasons and not installed(name):
-        reasons.append(f"{PACKAGES[name]} is not installed")
+        reasons.append(f"{library.package} is not installed")
+    if not reasons:  # the own kernels compute the rest of each step
+        reasons += attention_reasons(args) if importlib.util.find_spec("triton") is not None else ["Triton is not installed"]
     return reasons
+
+
+def _capability() -> int:
+    """This machine's card: 90 is a Hopper; 0: there is none."""
+    if not torch.cuda.is_available():
+        return 0
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 def _register(name: str) -> None:
     def bind(args: AttentionArgs) -> Kernel:
-        kernel: Kernel = importlib.import_module(f"hexad.operators.libraries.{name}").bind(args)
+        kernel: Kernel = importlib.import_module("hexad.operators.libraries.prompts").bind(name, args)
         return kernel
 
     def supports(args: AttentionArgs) -> list[str]:
@@ -63,5 +100,5 @@ def _register(name: str) -> None:
     registry.register(Provider("paged_attention", name, bind, supports, priority=PRIORITY))
 
 
-for _name in MODULES:
+for _name in LIBRARIES:
     _register(_name)

@@ -22,6 +22,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from hexad.common.cache import cache_dir
+
 SOURCES = Path(__file__).parent / "src"
 COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT_S = 300.0
@@ -95,7 +97,7 @@ def cached_library(isa: str = "", flags: tuple[str, ...] = OPTIMISED) -> Path:
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("HEXAD_CACHE") or Path.home() / ".cache" / "hexad").expanduser() / "native"
+    return cache_dir() / "native"
 
 
 def _machine() -> str:
