@@ -122,7 +122,7 @@ def prefill_calls(device: str, rows: int, new: int, shared: int) -> dict[str, Ca
         assert layout.hopper is not None
         k_desc, v_desc = layout._flat_descriptors(pages)
         layout.hopper(
-            (-(-new // 128), HEADS, rows), q, k_desc, v_desc, batch.block_table, batch.query_start, batch.seq_lens, out,
+            layout.prompt_grid(batch, 128, rows), q, k_desc, v_desc, batch.block_table, batch.query_start, batch.seq_lens, out,
             batch.block_table.stride(0), 0,
         )  # fmt: skip
 

@@ -124,9 +124,7 @@ def test_the_engine_gives_the_same_tokens(library, tmp_path, monkeypatch):
     monkeypatch.setenv("HEXAD_OPS", f"paged_attention={library}")
     other = generate()
     for mine, theirs in zip(own, other, strict=True):  # a random network's logits nearly tie: only until the first other token
-        for (a, of_a), (b, of_b) in zip(
-            zip(mine.token_ids, mine.logprobs, strict=True), zip(theirs.token_ids, theirs.logprobs, strict=True), strict=True
-        ):
-            assert abs(of_a[a].logprob - of_b[b].logprob) < 0.05
+        for a, b, of_a, of_b in zip(mine.token_ids, theirs.token_ids, mine.logprobs, theirs.logprobs, strict=True):
+            assert abs(of_a.logprob - of_b.logprob) < 0.05
             if a != b:
                 break

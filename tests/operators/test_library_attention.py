@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from dataclasses import replace
@@ -10,10 +11,13 @@ from types import ModuleType
 import pytest
 import torch
 
+from hexad.common.errors import ConfigError
 from hexad.operators.args import AttentionArgs
 from hexad.operators.batch import AttentionBatch, KVPages
 from hexad.operators.libraries import flash_attn, flashinfer, provider
-from hexad.operators.libraries.prompts import LEAST_QUERIES, PromptAttention
+from hexad.operators.libraries.fastest import Fastest
+from hexad.operators.libraries.prompts import LEAST_QUERIES, PromptAttention, parts
+from hexad.operators.libraries.prompts import bind as load_prompts
 from hexad.operators.load import load_operators
 
 BLOCK, PAGES = 4, 40
@@ -167,7 +171,8 @@ def prompts_of(reference, seen):
 
         return attend
 
-    return PromptAttention(kernel("library"), kernel("own"))
+    library = kernel("library")
+    return PromptAttention(lambda *_: library, kernel("own"))
 
 
 def test_the_library_computes_long_prompts_and_the_own_kernels_the_rest(make):
@@ -216,3 +221,65 @@ def test_compiled_code_is_kept_in_the_cache_folder(monkeypatch, tmp_path):
 def test_an_older_package_of_the_name_is_not_taken_for_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))  # no `cute` inside
     assert provider.installed.__wrapped__("flash_attn") is False
+
+
+def test_measurement_chooses_for_each_class_of_steps(make):
+    args = replace(ARGS, device_type="cpu", block_size=64, scale=random.random())  # choices are kept by arguments
+    reference = load_operators().reference("paged_attention", args)
+    own, other = (lambda q, kv, batch: reference(q, kv, batch)), (lambda q, kv, batch: reference(q, kv, batch))
+    times, timed = {}, []
+
+    def seconds(call):
+        call()
+        timed.append(kernel := call.__defaults__[0])
+        return times[kernel]
+
+    call = PromptAttention(Fastest(args, {"triton": own, "library": other}, seconds), own)
+    chosen = []
+
+    def run(lengths, queries, decodes=0):
+        batch = replace(step(make, lengths, queries, 64), num_decodes=decodes)
+        q = torch.randn(sum(queries), 4, 8, generator=make).bfloat16()
+        kv = KVPages(*(torch.randn(PAGES, 64, 2, 8, generator=make).bfloat16() for _ in range(2)))
+        torch.testing.assert_close(call(q, kv, batch), reference(q, kv, replace(batch, scratch={})))
+        chosen.append(call.choose(q[decodes:], kv, parts(batch)[1]) if call.takes(q, kv, batch) else own)
+
+    times.update({own: 1.0, other: 0.5})
+    run([600], [600])
+    run([1000], [1000])  # the same class: nothing is timed
+    assert chosen == [other, other] and timed == [own, other]
+    times.update({own: 1.0, other: 0.98})
+    run([9, 1300], [1, 600], 1)  # behind many keys: another class, and too close to change
+    assert chosen[-1] is own and len(timed) == 4
+    times.update({own: 2.0, other: 1.0})
+    run([600, 600], [600, 600])  # more prompts
+    run([9, 600], [1, 600], 1)  # decode rows beside a prompt of the first class
+    run([9, 300], [1, 300], 1)
+    assert chosen[-3:] == [other, other, own] and len(timed) == 6
+    second = Fastest(args, {"triton": own, "library": other}, seconds)  # another layer
+    assert second(torch.randn(600, 4, 8).bfloat16(), None, step(make, [600], [600], 64)) is other and len(timed) == 6
+
+
+def test_measured_needs_a_library(monkeypatch):
+    pytest.importorskip("triton")
+    registry, args = load_operators(), replace(ARGS, head_dim=64, block_size=64)
+    monkeypatch.setattr(provider, "installed", lambda name: False)
+    with pytest.raises(ConfigError, match="flash-attn-4: flash-attn-4 is not installed; flashinfer-python: "):
+        registry.bind("paged_attention", args, {"paged_attention": "measured"})
+    monkeypatch.setattr(provider, "installed", lambda name: name == "flashinfer")
+    listed = {c.provider: c for c in registry.explain("paged_attention", args)}
+    assert listed["triton"].chosen and listed["measured"].reasons == ()
+
+
+@pytest.mark.parametrize("error", [ImportError("libcuda.so.1 is missing"), RuntimeError("wrong torch")])
+def test_a_broken_library_is_named(error, monkeypatch):
+    pytest.importorskip("triton")
+    args = replace(ARGS, head_dim=64, block_size=64)
+    monkeypatch.setattr(provider, "installed", lambda name: name == "flash_attn")
+
+    def broken(_name):
+        raise error
+
+    monkeypatch.setattr(flash_attn.importlib, "import_module", broken)
+    with pytest.raises(ConfigError, match=f"flash-attn-4 is installed, but cannot be loaded .{type(error).__name__}: {error}"):
+        load_prompts("flash_attn", args)

@@ -17,7 +17,7 @@ from hexad.operators.registry import Kernel
 
 
 def bind(args: AttentionArgs) -> Kernel:
-    """Raises ImportError: the library is broken."""
+    """Raises ImportError, or what else the library's import ends with."""
     # read when it is imported; without a folder named it would load code from the machine's common one for temporary files
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_dir() / "flash_attn"))

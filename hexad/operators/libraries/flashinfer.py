@@ -25,7 +25,7 @@ def _workspace(device: torch.device) -> torch.Tensor:
 
 
 def bind(args: AttentionArgs) -> Kernel:
-    """Raises ImportError: the library is broken."""
+    """Raises ImportError, or what else the library's import ends with."""
     make = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
     key = f"flashinfer {args}"  # layers of other windows have plans of their own
 

@@ -7,12 +7,16 @@ device and can be replayed, none of which the libraries do. benchmarks/gpu/libra
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from hexad.common.errors import ConfigError
 from hexad.operators.args import AttentionArgs
 from hexad.operators.batch import AttentionBatch, KVPages
+from hexad.operators.libraries.fastest import Fastest
+from hexad.operators.libraries.provider import LIBRARIES, MEASURED, reasons_of
 from hexad.operators.registry import Kernel
 from hexad.operators.triton.attention import bind_paged_attention
 from hexad.operators.triton.launch import capturing
@@ -20,29 +24,32 @@ from hexad.operators.triton.launch import capturing
 LEAST_QUERIES = 513  # of the longest prompt; shorter steps are replayed from graphs
 
 
-class PromptAttention:
-    """A kernel of `paged_attention`: `library` takes q [T, H, D] of rows that all belong to prompts, and returns [T, H * D]."""
+Choice = Callable[[torch.Tensor, KVPages, AttentionBatch], Kernel]
 
-    def __init__(self, library: Kernel, own: Kernel) -> None:
-        self.library, self.own = library, own
+
+class PromptAttention:
+    """A kernel of `paged_attention`: `choose` says who computes the rows of a step that belong to prompts."""
+
+    def __init__(self, choose: Choice, own: Kernel) -> None:
+        self.choose, self.own = choose, own
 
     def takes(self, q: torch.Tensor, _kv: KVPages, batch: AttentionBatch) -> bool:
-        """Whether the library computes any part of this step. On tensors without memory (`hexad warm`) it does not."""
+        """Whether a library may compute part of this step. On tensors without memory (`hexad warm`) none does."""
         return batch.max_query_len >= LEAST_QUERIES and not q.is_meta and not capturing(q.device)
 
     def __call__(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch) -> torch.Tensor:
-        """[T, H * D]. Raises what the library raises, RuntimeError in general."""
-        if not self.takes(q, kv, batch):
-            out: torch.Tensor = self.own(q, kv, batch)
-            return out
-        count = batch.num_decodes
-        if count == 0:
-            return self.library(q, kv, batch)
-        decodes, prompts = _parts(batch)
-        return torch.cat((self.own(q[:count], kv, decodes), self.library(q[count:], kv, prompts)))
+        """q [T, H, D] -> [T, H * D]. Raises what the library raises, RuntimeError in general."""
+        kernel, count = self.own, batch.num_decodes
+        if self.takes(q, kv, batch):
+            decodes, prompts = parts(batch) if count else (batch, batch)
+            kernel = self.choose(q[count:], kv, prompts)
+            if kernel is not self.own and count:
+                return torch.cat((self.own(q[:count], kv, decodes), kernel(q[count:], kv, prompts)))
+        out: torch.Tensor = kernel(q, kv, batch)
+        return out
 
 
-def _parts(batch: AttentionBatch) -> tuple[AttentionBatch, AttentionBatch]:
+def parts(batch: AttentionBatch) -> tuple[AttentionBatch, AttentionBatch]:
     """The decode rows, which come first and have one token each, and the others; made once a step."""
     if "prompts.parts" not in batch.scratch:
         count = batch.num_decodes
@@ -55,11 +62,27 @@ def _parts(batch: AttentionBatch) -> tuple[AttentionBatch, AttentionBatch]:
             **{name: rows[name][count:] for name in rows},
         )  # fmt: skip
         batch.scratch["prompts.parts"] = decodes, prompts
-    parts: tuple[AttentionBatch, AttentionBatch] = batch.scratch["prompts.parts"]
-    return parts
+    made: tuple[AttentionBatch, AttentionBatch] = batch.scratch["prompts.parts"]
+    return made
 
 
 def bind(name: str, args: AttentionArgs) -> Kernel:
-    """Raises ImportError: the library is broken."""
-    library: Kernel = importlib.import_module(f"hexad.operators.libraries.{name}").bind(args)
-    return PromptAttention(library, bind_paged_attention(args))
+    """`name`: a library, or `MEASURED`. Raises ConfigError: a library is there and cannot be loaded."""
+    own = bind_paged_attention(args)
+    if name != MEASURED:
+        library = _library(name, args)
+        return PromptAttention(lambda *_: library, own)
+    serving = {library: _library(library, args) for library in LIBRARIES if not reasons_of(library, args)}
+    return PromptAttention(Fastest(args, {"triton": own, **serving}), own)
+
+
+def _library(name: str, args: AttentionArgs) -> Kernel:
+    try:
+        kernel: Kernel = importlib.import_module(f"hexad.operators.libraries.{name}").bind(args)
+    except Exception as error:  # whatever an import may end with
+        package = LIBRARIES[name].package
+        raise ConfigError(
+            f"{package} is installed, but cannot be loaded ({type(error).__name__}: {error}): mend or remove it, or choose another "
+            "provider of paged_attention"
+        ) from error
+    return kernel

@@ -2,7 +2,8 @@
 
 They stand behind the package's own kernels, which are chosen unless someone says otherwise: `hexad bench kernels --op paged_attention`
 times all that serve, and `HEXAD_OPS=paged_attention=flash_attn` (or `operators` in the configuration) takes one. It then computes the long
-prompts of a step (`PromptAttention`). Importing this module imports neither library.
+prompts of a step (`PromptAttention`). `measured` in place of a name leaves the choice to a measurement of those that are installed
+(`Fastest`). Importing this module imports neither library.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ LIBRARIES = {
     "flashinfer": Library("flashinfer-python", "flashinfer", 80, _of_flashinfer),
 }
 HALVES = (torch.bfloat16, torch.float16)
+MEASURED = "measured"
 PRIORITY = 40  # below the own kernels
 
 
@@ -89,16 +91,22 @@ def _capability() -> int:
     return 10 * major + minor
 
 
-def _register(name: str) -> None:
+def reasons_of_measured(args: AttentionArgs) -> list[str]:
+    """Why there is nothing to choose from; empty: a library serves."""
+    listed = {library.package: reasons_of(name, args) for name, library in LIBRARIES.items()}
+    if not all(listed.values()):
+        return []
+    return ["no library serves: " + "; ".join(f"{package}: {', '.join(reasons)}" for package, reasons in listed.items())]
+
+
+def _register(name: str, supports: Callable[[AttentionArgs], list[str]], priority: int) -> None:
     def bind(args: AttentionArgs) -> Kernel:
         kernel: Kernel = importlib.import_module("hexad.operators.libraries.prompts").bind(name, args)
         return kernel
 
-    def supports(args: AttentionArgs) -> list[str]:
-        return reasons_of(name, args)
-
-    registry.register(Provider("paged_attention", name, bind, supports, priority=PRIORITY))
+    registry.register(Provider("paged_attention", name, bind, supports, priority=priority))
 
 
 for _name in LIBRARIES:
-    _register(_name)
+    _register(_name, functools.partial(reasons_of, _name), PRIORITY)
+_register(MEASURED, reasons_of_measured, PRIORITY - 1)

@@ -59,8 +59,12 @@ def prefill_tiles(dim_pad: int, item_bytes: int, capability: int, max_queries: i
 class Layout:
     """The launchers for one layout of queries and pages (strides are constants of the kernels)."""
 
-    def __init__(self, args: AttentionArgs, on: Target, q_stride: int, page: int, strides: tuple[int, ...], *, tensor_copies: bool) -> None:
+    def __init__(
+        self, args: AttentionArgs, on: Target, q_stride: int, page: int, strides: tuple[int, ...], *, tensor_copies: bool, abreast: int = 0
+    ) -> None:
+        """`abreast`: heads of a row whose prompts are computed at a time (a divisor of their number; 0: all)."""
         self.args, self.on, self.page, self.strides = args, on, page, strides
+        self.abreast = abreast or args.heads
         self.group = args.heads // args.kv_heads
         self.dim_pad = max(16, pow2(args.head_dim))
         self.precision = "ieee" if args.dtype == torch.float32 else "tf32"
@@ -121,7 +125,7 @@ class Layout:
             constants = {
                 "HEADS": args.heads, "GROUP": self.group, "DIM": args.head_dim, "DIM_PAD": self.dim_pad, **self.shared,
                 "WINDOW": args.window or 0, "QUERIES": tiles.queries, "TILE": tiles.tile, "STAGES": tiles.stages,
-                "TENSOR_COPY": self.copied(tiles.tile), "PRECISION": self.precision, "PDL": self.on.tensor_copies,
+                "TENSOR_COPY": self.copied(tiles.tile), "ABREAST": self.abreast, "PRECISION": self.precision, "PDL": self.on.tensor_copies,
             }  # fmt: skip
             launcher = Launcher(prefill_kernel, constants, num_warps=tiles.warps, num_stages=tiles.stages, pdl=self.on.tensor_copies)
             self._prefill[short] = (tiles, launcher)
@@ -137,7 +141,7 @@ class Layout:
             return None
         constants = {
             "HEADS": args.heads, "GROUP": self.group, "DIM": args.head_dim, "Q_STRIDE": self.shared["Q_STRIDE"], "PAGE": self.page,
-            "SCALE": args.scale, "STAGES": STAGES,
+            "SCALE": args.scale, "STAGES": STAGES, "ABREAST": self.abreast,
         }  # fmt: skip
         return Launcher(prefill_hopper_kernel, constants, num_warps=4, pdl=True)
 
@@ -227,19 +231,23 @@ class Layout:
         fills = tokens // QUERIES * self.args.heads >= 4 * self.on.multiprocessors
         return batch.max_query_len > MEDIUM or (fills and batch.max_query_len >= QUERIES and batch.max_seq_len >= LONG_KEYS)
 
+    def prompt_grid(self, batch: AttentionBatch, queries: int, rows: int) -> tuple[int, int, int]:
+        """Heads side by side, blocks of queries from the newest to the oldest, then the next heads and rows."""
+        return self.abreast, triton.cdiv(batch.max_query_len, queries), rows * self.args.heads // self.abreast
+
     def prefill(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, first_row: int, out: torch.Tensor) -> None:
         rows = batch.seq_lens.shape[0] - first_row
         if self.hopper is not None and self.specialises(batch, q.shape[0]):
             k_desc, v_desc = self._flat_descriptors(kv)
             self.hopper(
-                (triton.cdiv(batch.max_query_len, QUERIES), self.args.heads, rows),
+                self.prompt_grid(batch, QUERIES, rows),
                 q, k_desc, v_desc, batch.block_table, batch.query_start, batch.seq_lens, out, batch.block_table.stride(0), first_row,
             )  # fmt: skip
             return
         tiles, launch = self.prefill_launcher(short=batch.max_query_len <= MEDIUM)
         k_desc, v_desc = self.descriptors(kv, tiles.tile)
         launch(
-            (triton.cdiv(batch.max_query_len, tiles.queries), self.args.heads, rows),
+            self.prompt_grid(batch, tiles.queries, rows),
             q, kv.k, kv.v, k_desc, v_desc, batch.block_table, batch.query_start, batch.seq_lens, out,
             batch.block_table.stride(0), first_row,
         )  # fmt: skip
@@ -259,8 +267,8 @@ def attention_reasons(args: AttentionArgs) -> list[str]:
     return reasons
 
 
-def bind_paged_attention(args: AttentionArgs, *, tensor_copies: bool | None = None) -> Kernel:
-    """`tensor_copies` False keeps Hopper's copy engine out; None uses it where the card has it."""
+def bind_paged_attention(args: AttentionArgs, *, tensor_copies: bool | None = None, abreast: int = 0) -> Kernel:
+    """`tensor_copies` False keeps Hopper's copy engine out; None uses it where the card has it. `abreast`: see `Layout`."""
     on = target()
     copies = on.tensor_copies if tensor_copies is None else tensor_copies
     layouts: dict[tuple[int, ...], Layout] = {}
@@ -272,7 +280,7 @@ def bind_paged_attention(args: AttentionArgs, *, tensor_copies: bool | None = No
         if layout is None:
             assert kv.v.stride() == strides and strides[3] == 1, "keys and values must have the same strides and contiguous heads"
             assert q.stride(2) == 1 and (q.stride(1) == args.head_dim or args.heads == 1), "query heads must be contiguous"
-            layout = layouts[key] = Layout(args, on, q.stride(0), kv.k.shape[1], strides, tensor_copies=copies)
+            layout = layouts[key] = Layout(args, on, q.stride(0), kv.k.shape[1], strides, tensor_copies=copies, abreast=abreast)
         out = torch.empty((q.shape[0], args.heads * args.head_dim), dtype=q.dtype, device=q.device)
         rows, decodes = batch.seq_lens.shape[0], batch.num_decodes
         if decodes:

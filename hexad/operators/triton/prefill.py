@@ -138,13 +138,15 @@ def prefill_kernel(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     TENSOR_COPY: tl.constexpr,
+    ABREAST: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """QUERIES positions of one query head of one row a program; the longest walks start first."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1)
-    row = first_row + tl.program_id(2)
+    """QUERIES positions of one query head of one row a program. Of ABREAST heads the longest walks start first, so that they do not end
+    alone."""
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    head = tl.program_id(2) % (HEADS // ABREAST) * ABREAST + tl.program_id(0)
+    row = first_row + tl.program_id(2) // (HEADS // ABREAST)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

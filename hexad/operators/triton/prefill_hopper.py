@@ -223,11 +223,12 @@ def prefill_hopper_kernel(
     PAGE: gl.constexpr,
     SCALE: gl.constexpr,
     STAGES: gl.constexpr,
+    ABREAST: gl.constexpr,
 ):
-    """128 queries of one head of one row a program; the longest walks start first."""
-    block = gl.num_programs(0) - 1 - gl.program_id(0)
-    head = gl.program_id(1)
-    row = first_row + gl.program_id(2)
+    """128 queries of one head of one row a program. Of ABREAST heads the longest walks start first, so that they do not end alone."""
+    block = gl.num_programs(1) - 1 - gl.program_id(1)
+    head = gl.program_id(2) % (HEADS // ABREAST) * ABREAST + gl.program_id(0)
+    row = first_row + gl.program_id(2) // (HEADS // ABREAST)
     wait_predecessor()
     begin = gl.load(query_start_ptr + row)
     count = gl.load(query_start_ptr + row + 1) - begin
