@@ -121,9 +121,9 @@ def prefill_calls(device: str, rows: int, new: int, shared: int) -> dict[str, Ca
     def specialised() -> None:
         assert layout.hopper is not None
         k_desc, v_desc = layout._flat_descriptors(pages)
+        grid, abreast = layout.prompt_grid(batch, 128, rows)
         layout.hopper(
-            layout.prompt_grid(batch, 128, rows), q, k_desc, v_desc, batch.block_table, batch.query_start, batch.seq_lens, out,
-            batch.block_table.stride(0), 0,
+            grid, q, k_desc, v_desc, batch.block_table, batch.query_start, batch.seq_lens, out, batch.block_table.stride(0), 0, abreast,
         )  # fmt: skip
 
     return {"general": general, "warp-specialised": specialised}

@@ -106,3 +106,17 @@ def test_long_prefill_over_contiguous_pages(heads, kv_heads, dim, block, dtype):
     assert torch.equal(again, out), "two runs differ"
     single = random.randrange(800, 3000)
     run([single], [single], heads, kv_heads, dim, block, dtype, contiguous=True)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_the_order_of_programs_changes_no_bit(contiguous, monkeypatch):
+    """Heads abreast or one after the other, in the general kernel and, over contiguous pages, the warp-specialised one."""
+    from hexad.operators.triton import attention
+
+    fresh_seed()
+    prefills = [(17, 17), (40, 100), (100 * LONG, 130 * LONG)]
+    query_lens, seq_lens = [1, *(q for q, _ in prefills)], [70, *(n for _, n in prefills)]
+    attend, case, out = run(query_lens, seq_lens, 6, 2, 128, 64, DTYPES[0], contiguous=contiguous)
+    assert max(seq_lens) <= attention.ABREAST_KEYS
+    monkeypatch.setattr(attention, "ABREAST_KEYS", 0)
+    assert torch.equal(attend(case.q, case.kv, case.batch)[: sum(query_lens)], out)

@@ -28,6 +28,7 @@ KINDS = {
     "heads of 96": {"head_dim": 96, "scale": 96**-0.5},
     "pages of 16": {"block_size": 16},
 }
+MEASURED = "measured"
 SERVED = {"flash_attn": list(KINDS), "flashinfer": ["plain", "window", "pages of 16"]}  # a minute or two of nvcc for each of its variants
 
 
@@ -53,6 +54,11 @@ def problem(args, rows, num_decodes=0):
     return merged[:, : args.heads], kv, batch
 
 
+def needs(library):
+    if not (installed(library) if library != MEASURED else any(map(installed, SERVED))):
+        pytest.skip(f"{library} is not installed")
+
+
 def check(call, args, q, kv, batch):
     wanted = load_operators().reference("paged_attention", args)(q, kv, replace(batch, scratch={}))
     torch.testing.assert_close(call(q, kv, batch).float(), wanted.float(), atol=2e-2, rtol=2e-2)
@@ -60,8 +66,7 @@ def check(call, args, q, kv, batch):
 
 @pytest.mark.parametrize(("library", "kind"), [(library, kind) for library, kinds in SERVED.items() for kind in kinds])
 def test_mixed_rows_agree_with_the_reference(library, kind):
-    if not installed(library):
-        pytest.skip(f"{library} is not installed")
+    needs(library)
     args = replace(ARGS, **KINDS[kind])
     call = importlib.import_module(f"hexad.operators.libraries.{library}").bind(args)
     rows = [(1, 1), (1, 777), (64, 64), (130, 513), (1, 2048), (300, 300), (700, 1500)]
@@ -71,8 +76,7 @@ def test_mixed_rows_agree_with_the_reference(library, kind):
 
 @pytest.mark.parametrize("library", list(SERVED))
 def test_a_distant_key_counts(library):
-    if not installed(library):
-        pytest.skip(f"{library} is not installed")
+    needs(library)
     call = load_operators().bind("paged_attention", ARGS, {"paged_attention": library}).call
     q, kv, batch = problem(ARGS, [(600, 3000)])
     before = call(q, kv, batch)
@@ -82,10 +86,9 @@ def test_a_distant_key_counts(library):
     check(call, ARGS, q, kv, batch)
 
 
-@pytest.mark.parametrize("library", list(SERVED))
+@pytest.mark.parametrize("library", [*SERVED, MEASURED])
 def test_steps_of_decode_rows_and_prompts(library):
-    if not installed(library):
-        pytest.skip(f"{library} is not installed")
+    needs(library)
     call = load_operators().bind("paged_attention", ARGS, {"paged_attention": library}).call
     decodes = [(1, random.randint(1, 3000)) for _ in range(random.randint(1, 40))]
     q, kv, batch = problem(ARGS, [*decodes, (3, 90), (LEAST_QUERIES, 2000), (700, 700)], len(decodes))
@@ -96,11 +99,10 @@ def test_steps_of_decode_rows_and_prompts(library):
     check(call, ARGS, q, kv, batch)
 
 
-@pytest.mark.parametrize("library", list(SERVED))
+@pytest.mark.parametrize("library", [*SERVED, MEASURED])
 def test_the_engine_gives_the_same_tokens(library, tmp_path, monkeypatch):
     """Long prompts beside short ones and decode rows, in several chunks, with graphs: greedy tokens as with the own kernels."""
-    if not installed(library):
-        pytest.skip(f"{library} is not installed")
+    needs(library)
     pytest.importorskip("msgspec")
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
     from hexad import LLM, SamplingParams

@@ -65,7 +65,7 @@ def test_attention(arch, heads, kv_heads, dim, block, dtype, window, softcap):
     for short in (True, False):
         tiles, launcher = made.prefill_launcher(short=short)
         desc = descriptor(made, tiles.tile, dtype)
-        kernel = compiled(launcher, [name, name, name, desc, desc, "*i32", "*i32", "*i32", name, "i32", "i32"], arch)
+        kernel = compiled(launcher, [name, name, name, desc, desc, "*i32", "*i32", "*i32", name, "i32", "i32", "i32"], arch)
         assert ("cp.async.bulk.tensor" in kernel.asm["ptx"]) == made.copied(tiles.tile)
 
 
@@ -77,7 +77,7 @@ def test_hopper_prefill(dim):
     launcher = made._hopper_launcher()
     assert launcher is not None
     desc = f"tensordesc<bf16[64, {dim}],{page_layout(dim, torch.bfloat16)!r}>"
-    kernel = compiled(launcher, ["*bf16", desc, desc, "*i32", "*i32", "*i32", "*bf16", "i32", "i32"], 90)
+    kernel = compiled(launcher, ["*bf16", desc, desc, "*i32", "*i32", "*i32", "*bf16", "i32", "i32", "i32"], 90)
     assert "wgmma.mma_async" in kernel.asm["ptx"] and "setmaxnreg" in kernel.asm["ptx"]
     assert waits_between_products(kernel.asm["cubin"]) <= 20
 
@@ -146,7 +146,9 @@ def test_an_older_cards_code_is_assembled_for_a_newer_one():
     made = layout(80, *LLAMA)
     name, calls = "*bf16", {}
     for arch in (80, 90):
-        kernel = made.prefill_launcher(short=False)[1].compile([name] * 3 + ["constexpr"] * 2 + ["*i32"] * 3 + [name, "i32", "i32"], arch)
+        kernel = made.prefill_launcher(short=False)[1].compile(
+            [name] * 3 + ["constexpr"] * 2 + ["*i32"] * 3 + [name, "i32", "i32", "i32"], arch
+        )
         cubin = assemble(kernel.asm["ptx"], 90)
         calls[arch] = sass(cubin)
     assert "HGMMA" not in calls[80] and "HMMA" in calls[80] and "HGMMA" in calls[90]

@@ -23,6 +23,10 @@ PAGES = (16, 32, 64, 128, 256)
 MAX_ROWS = 4096
 MEDIUM = 768  # query tokens a row up to which the general kernel is faster than the warp-specialised one, keys being few
 LONG_KEYS = 1024  # an H200 took 520 us in place of 650 for 64 rows of 128 queries over 2,176 keys
+# Up to so many keys all heads of a row are computed abreast, the longest walks first, so that none is left to end alone (H200: one prompt
+# of 1,024 tokens 36 -> 28 us, of 2,048 91 -> 78). Beyond, one head after another: what programs read together stays together in the L2
+# (16 x 512 behind 2,048: 575 -> 559 us).
+ABREAST_KEYS = 2048
 PLAN_ITEMS = 16  # items a program of the plan
 Split = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]  # items, starts, partial, stats, capacity
 MANY_ROWS = 32  # from here on a row has few items
@@ -59,12 +63,8 @@ def prefill_tiles(dim_pad: int, item_bytes: int, capability: int, max_queries: i
 class Layout:
     """The launchers for one layout of queries and pages (strides are constants of the kernels)."""
 
-    def __init__(
-        self, args: AttentionArgs, on: Target, q_stride: int, page: int, strides: tuple[int, ...], *, tensor_copies: bool, abreast: int = 0
-    ) -> None:
-        """`abreast`: heads of a row whose prompts are computed at a time (a divisor of their number; 0: all)."""
+    def __init__(self, args: AttentionArgs, on: Target, q_stride: int, page: int, strides: tuple[int, ...], *, tensor_copies: bool) -> None:
         self.args, self.on, self.page, self.strides = args, on, page, strides
-        self.abreast = abreast or args.heads
         self.group = args.heads // args.kv_heads
         self.dim_pad = max(16, pow2(args.head_dim))
         self.precision = "ieee" if args.dtype == torch.float32 else "tf32"
@@ -125,7 +125,7 @@ class Layout:
             constants = {
                 "HEADS": args.heads, "GROUP": self.group, "DIM": args.head_dim, "DIM_PAD": self.dim_pad, **self.shared,
                 "WINDOW": args.window or 0, "QUERIES": tiles.queries, "TILE": tiles.tile, "STAGES": tiles.stages,
-                "TENSOR_COPY": self.copied(tiles.tile), "ABREAST": self.abreast, "PRECISION": self.precision, "PDL": self.on.tensor_copies,
+                "TENSOR_COPY": self.copied(tiles.tile), "PRECISION": self.precision, "PDL": self.on.tensor_copies,
             }  # fmt: skip
             launcher = Launcher(prefill_kernel, constants, num_warps=tiles.warps, num_stages=tiles.stages, pdl=self.on.tensor_copies)
             self._prefill[short] = (tiles, launcher)
@@ -141,7 +141,7 @@ class Layout:
             return None
         constants = {
             "HEADS": args.heads, "GROUP": self.group, "DIM": args.head_dim, "Q_STRIDE": self.shared["Q_STRIDE"], "PAGE": self.page,
-            "SCALE": args.scale, "STAGES": STAGES, "ABREAST": self.abreast,
+            "SCALE": args.scale, "STAGES": STAGES,
         }  # fmt: skip
         return Launcher(prefill_hopper_kernel, constants, num_warps=4, pdl=True)
 
@@ -231,25 +231,27 @@ class Layout:
         fills = tokens // QUERIES * self.args.heads >= 4 * self.on.multiprocessors
         return batch.max_query_len > MEDIUM or (fills and batch.max_query_len >= QUERIES and batch.max_seq_len >= LONG_KEYS)
 
-    def prompt_grid(self, batch: AttentionBatch, queries: int, rows: int) -> tuple[int, int, int]:
-        """Heads side by side, blocks of queries from the newest to the oldest, then the next heads and rows."""
-        return self.abreast, triton.cdiv(batch.max_query_len, queries), rows * self.args.heads // self.abreast
+    def prompt_grid(self, batch: AttentionBatch, queries: int, rows: int) -> tuple[tuple[int, int, int], int]:
+        """Programs of `queries` queries each for `rows` rows, and how many heads of a row are computed abreast."""
+        abreast = self.args.heads if batch.max_seq_len <= ABREAST_KEYS else 1
+        return (abreast, triton.cdiv(batch.max_query_len, queries), rows * self.args.heads // abreast), abreast
 
     def prefill(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, first_row: int, out: torch.Tensor) -> None:
         rows = batch.seq_lens.shape[0] - first_row
         if self.hopper is not None and self.specialises(batch, q.shape[0]):
             k_desc, v_desc = self._flat_descriptors(kv)
+            grid, abreast = self.prompt_grid(batch, QUERIES, rows)
             self.hopper(
-                self.prompt_grid(batch, QUERIES, rows),
-                q, k_desc, v_desc, batch.block_table, batch.query_start, batch.seq_lens, out, batch.block_table.stride(0), first_row,
+                grid, q, k_desc, v_desc, batch.block_table, batch.query_start, batch.seq_lens, out, batch.block_table.stride(0), first_row,
+                abreast,
             )  # fmt: skip
             return
         tiles, launch = self.prefill_launcher(short=batch.max_query_len <= MEDIUM)
         k_desc, v_desc = self.descriptors(kv, tiles.tile)
+        grid, abreast = self.prompt_grid(batch, tiles.queries, rows)
         launch(
-            self.prompt_grid(batch, tiles.queries, rows),
-            q, kv.k, kv.v, k_desc, v_desc, batch.block_table, batch.query_start, batch.seq_lens, out,
-            batch.block_table.stride(0), first_row,
+            grid, q, kv.k, kv.v, k_desc, v_desc, batch.block_table, batch.query_start, batch.seq_lens, out,
+            batch.block_table.stride(0), first_row, abreast,
         )  # fmt: skip
 
 
@@ -267,8 +269,8 @@ def attention_reasons(args: AttentionArgs) -> list[str]:
     return reasons
 
 
-def bind_paged_attention(args: AttentionArgs, *, tensor_copies: bool | None = None, abreast: int = 0) -> Kernel:
-    """`tensor_copies` False keeps Hopper's copy engine out; None uses it where the card has it. `abreast`: see `Layout`."""
+def bind_paged_attention(args: AttentionArgs, *, tensor_copies: bool | None = None) -> Kernel:
+    """`tensor_copies` False keeps Hopper's copy engine out; None uses it where the card has it."""
     on = target()
     copies = on.tensor_copies if tensor_copies is None else tensor_copies
     layouts: dict[tuple[int, ...], Layout] = {}
@@ -280,7 +282,7 @@ def bind_paged_attention(args: AttentionArgs, *, tensor_copies: bool | None = No
         if layout is None:
             assert kv.v.stride() == strides and strides[3] == 1, "keys and values must have the same strides and contiguous heads"
             assert q.stride(2) == 1 and (q.stride(1) == args.head_dim or args.heads == 1), "query heads must be contiguous"
-            layout = layouts[key] = Layout(args, on, q.stride(0), kv.k.shape[1], strides, tensor_copies=copies, abreast=abreast)
+            layout = layouts[key] = Layout(args, on, q.stride(0), kv.k.shape[1], strides, tensor_copies=copies)
         out = torch.empty((q.shape[0], args.heads * args.head_dim), dtype=q.dtype, device=q.device)
         rows, decodes = batch.seq_lens.shape[0], batch.num_decodes
         if decodes:

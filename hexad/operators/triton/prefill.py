@@ -109,7 +109,7 @@ def attend_tiles(
     return acc, norm, top
 
 
-@triton.jit(do_not_specialize=["table_stride", "first_row"])
+@triton.jit(do_not_specialize=["table_stride", "first_row", "abreast"])
 def prefill_kernel(
     q_ptr,
     k_ptr,
@@ -122,6 +122,7 @@ def prefill_kernel(
     out_ptr,
     table_stride,
     first_row,
+    abreast,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -138,15 +139,13 @@ def prefill_kernel(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     TENSOR_COPY: tl.constexpr,
-    ABREAST: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """QUERIES positions of one query head of one row a program. Of ABREAST heads the longest walks start first, so that they do not end
-    alone."""
+    """QUERIES positions of one query head of one row a program; of `abreast` heads together the longest walks start first."""
     block = tl.num_programs(1) - 1 - tl.program_id(1)
-    head = tl.program_id(2) % (HEADS // ABREAST) * ABREAST + tl.program_id(0)
-    row = first_row + tl.program_id(2) // (HEADS // ABREAST)
+    head = tl.program_id(2) % (HEADS // abreast) * abreast + tl.program_id(0)
+    row = first_row + tl.program_id(2) // (HEADS // abreast)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

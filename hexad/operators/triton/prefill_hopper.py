@@ -205,7 +205,7 @@ def consume(
     gl.store(out_ptr + token[:, None] * (HEADS * DIM) + (head * DIM + dim)[None, :], out, mask=kept)
 
 
-@gluon.jit(do_not_specialize=["table_stride", "first_row"])
+@gluon.jit(do_not_specialize=["table_stride", "first_row", "abreast"])
 def prefill_hopper_kernel(
     q_ptr,
     k_desc,
@@ -216,6 +216,7 @@ def prefill_hopper_kernel(
     out_ptr,
     table_stride,
     first_row,
+    abreast,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
@@ -223,12 +224,11 @@ def prefill_hopper_kernel(
     PAGE: gl.constexpr,
     SCALE: gl.constexpr,
     STAGES: gl.constexpr,
-    ABREAST: gl.constexpr,
 ):
-    """128 queries of one head of one row a program. Of ABREAST heads the longest walks start first, so that they do not end alone."""
+    """128 queries of one head of one row a program; of `abreast` heads together the longest walks start first."""
     block = gl.num_programs(1) - 1 - gl.program_id(1)
-    head = gl.program_id(2) % (HEADS // ABREAST) * ABREAST + gl.program_id(0)
-    row = first_row + gl.program_id(2) // (HEADS // ABREAST)
+    head = gl.program_id(2) % (HEADS // abreast) * abreast + gl.program_id(0)
+    row = first_row + gl.program_id(2) // (HEADS // abreast)
     wait_predecessor()
     begin = gl.load(query_start_ptr + row)
     count = gl.load(query_start_ptr + row + 1) - begin
