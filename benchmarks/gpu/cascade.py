@@ -165,8 +165,8 @@ def parts(problem: Problem, layout: Layout) -> dict[str, float]:
 
     def tail(kv: KVPages) -> None:
         decode(
-            layout.decode_grid(capacity), problem.q, kv.k, kv.v, batch.block_table, items, starts, partial, stats, shared_partial,
-            shared_stats, out, batch.block_table.stride(0), problem.rows, splits,
+            (KV_HEADS, capacity, 1), problem.q, kv.k, kv.v, batch.block_table, items, partial, stats, shared_partial, shared_stats, out,
+            batch.block_table.stride(0), problem.rows, splits,
         )  # fmt: skip
 
     def plan() -> None:

@@ -41,7 +41,7 @@ def test_shared_prefix_kernel(heads, kv_heads, dim, block, arch):
 @pytest.mark.parametrize("arch", [80, 90])
 def test_kernels_around_it(arch):
     made = layout(arch, 32, 8, 128, 64)
-    decode = ["*bf16"] * 3 + ["*i32"] * 3 + ["*fp32"] * 4 + ["*bf16", "i32", "i32", "i32"]
+    decode = ["*bf16"] * 3 + ["*i32"] * 2 + ["*fp32"] * 4 + ["*bf16", "i32", "i32", "i32"]
     launches = [
         (made.decode_launcher(shared=True), decode),
         (made.combine_launcher(64, shared=True)[1], ["*fp32", "*fp32", "*i32", "*fp32", "*fp32", "*bf16", "i32", "i32"]),

@@ -50,7 +50,7 @@ def layout(arch: int, heads: int, kv_heads: int, dim: int, block: int, dtype, wi
 
 
 def decode_types(q: str, kv: str) -> list[str]:
-    return [q, kv, kv, *["*i32"] * 3, *["*fp32"] * 4, q, "i32", "i32", "i32"]
+    return [q, kv, kv, "*i32", "*i32", *["*fp32"] * 4, q, "i32", "i32", "i32"]
 
 
 def descriptor(made, tile: int, dtype) -> str:

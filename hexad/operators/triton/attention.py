@@ -31,10 +31,7 @@ PLAN_ITEMS = 16  # items a program of the plan
 Split = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]  # items, starts, partial, stats, capacity
 MANY_ROWS = 32  # from here on a row has few items
 HEADS_TOGETHER = 8  # query heads of such a row that one program merges
-WANTED_PROGRAMS = 4  # works of decode rows a multiprocessor that fill the card
-DECODE_PROGRAMS = 2  # programs a multiprocessor that work them off
-DECODE_REGISTERS: int | None = 128
-AHEAD = True
+WANTED_PROGRAMS = 4  # decode programs a multiprocessor that fill the card
 
 
 @dataclass(frozen=True)
@@ -113,11 +110,9 @@ class Layout:
             constants = {
                 "HEADS": args.heads, "GROUP": self.group, "GROUP_PAD": max(16, pow2(self.group)), "DIM": args.head_dim,
                 "DIM_PAD": self.dim_pad, **self.shared, "TILE": tiles.tile, "STAGES": tiles.stages, "PRECISION": self.precision,
-                "LINES": max(1, self.dim_pad * args.kv_dtype.itemsize // 128), "SHARED": shared, "PDL": pdl, "AHEAD": AHEAD and pdl,
+                "LINES": max(1, self.dim_pad * args.kv_dtype.itemsize // 128), "SHARED": shared, "PDL": pdl,
             }  # fmt: skip
-            self._decode[shared] = Launcher(
-                decode_kernel, constants, num_warps=tiles.warps, num_stages=tiles.stages, pdl=pdl, max_registers=DECODE_REGISTERS
-            )
+            self._decode[shared] = Launcher(decode_kernel, constants, num_warps=tiles.warps, num_stages=tiles.stages, pdl=pdl)
         return self._decode[shared]
 
     def copied(self, tile: int) -> bool:
@@ -217,10 +212,6 @@ class Layout:
         """The rows share a prefix whose keys are read once for all of them; a window has no use for it."""
         return batch.shared_len is not None and self.args.window is None
 
-    def decode_grid(self, capacity: int) -> tuple[int, int, int]:
-        """Programs that the card holds, or fewer where there cannot be as much to do."""
-        return min(self.args.kv_heads * capacity, DECODE_PROGRAMS * self.on.multiprocessors), 1, 1
-
     def decode(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, rows: int, out: torch.Tensor) -> None:
         (items, starts, partial, stats, capacity), new = self.split(batch, rows)
         splits, shared_partial, shared_stats = 0, partial, stats
@@ -228,8 +219,8 @@ class Layout:
         if shared:
             splits, shared_partial, shared_stats = self.prefix.attend(q, kv, batch, rows, serial=new)
         self.decode_launcher(shared=shared)(
-            self.decode_grid(capacity),
-            q, kv.k, kv.v, batch.block_table, items, starts, partial, stats, shared_partial, shared_stats, out,
+            (self.args.kv_heads, capacity, 1),
+            q, kv.k, kv.v, batch.block_table, items, partial, stats, shared_partial, shared_stats, out,
             batch.block_table.stride(0), rows, splits, serial=new and not shared,
         )  # fmt: skip
         programs, merge = self.combine_launcher(rows, shared=shared)

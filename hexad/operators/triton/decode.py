@@ -148,23 +148,6 @@ def attend_pages(
     return acc, norm, top
 
 
-@triton.jit
-def bring(
-    k_ptr, v_ptr, table_ptr, items_ptr, work, table_stride,
-    KV_HEADS: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr,
-):  # fmt: skip
-    """The first tile of keys and values of an item and key head is on its way into the L2."""
-    record = items_ptr + work // KV_HEADS * 4
-    row, low, high = tl.load(record), tl.load(record + 1), tl.load(record + 2)
-    early = tl.minimum(low // TILE * TILE + tl.arange(0, TILE), high - 1)
-    page = tl.load(table_ptr + row * table_stride + early // PAGE).to(tl.int64)
-    base = tl.maximum(page, 0) * BLOCK_STRIDE + (early % PAGE) * TOKEN_STRIDE + work % KV_HEADS * HEAD_STRIDE
-    line = tl.arange(0, LINES) * (DIM_PAD // LINES)
-    prefetch(k_ptr + base[:, None] + line[None, :])
-    prefetch(v_ptr + base[:, None] + line[None, :])
-
-
 @triton.jit(do_not_specialize=["table_stride", "num_rows", "splits"])
 def decode_kernel(
     q_ptr,
@@ -172,7 +155,6 @@ def decode_kernel(
     v_ptr,
     table_ptr,
     items_ptr,
-    starts_ptr,
     partial_ptr,
     stats_ptr,
     shared_partial_ptr,
@@ -199,79 +181,72 @@ def decode_kernel(
     LINES: tl.constexpr,  # L2 lines of 128 bytes a key
     SHARED: tl.constexpr,  # the rows share a prefix, whose partial results `shared_kernel` leaves
     PDL: tl.constexpr,
-    AHEAD: tl.constexpr,  # bring the next work's first tile while one is worked on
 ):
-    """An item and a key head are one work; the queries of the group are the rows of its products. As many programs as the card holds take
-    works in turn: a program for each work that there might be would launch thousands with nothing to do (5 to 7 ns each on an H200).
+    """One item and one key head a program; the queries of the group are the rows of the products.
 
     With PDL the items and older keys may be read before the predecessor (which writes this step's queries and keys) is done: the first
     tile of keys is on its way into the L2 by then. The launch that follows the plan itself must be `serial`. With SHARED the predecessor
     is `shared_kernel`, which starts its successors once its own predecessors are done: the keys after the prefix are then read beside it,
     and a row's only item adds the prefix and writes the output.
     """
-    KV_HEADS: tl.constexpr = HEADS // GROUP
-    first, programs = tl.program_id(0), tl.num_programs(0)
+    kv_head = tl.program_id(0)
+    item = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
-    works = tl.load(starts_ptr + num_rows) * KV_HEADS
+    row = tl.load(items_ptr + item * 4)
+    low = tl.load(items_ptr + item * 4 + 1)
+    high = tl.load(items_ptr + item * 4 + 2)
+    whole = tl.load(items_ptr + item * 4 + 3)
     if PDL and not SHARED:
-        if first < works:
-            bring(
-                k_ptr, v_ptr, table_ptr, items_ptr, first, table_stride,
-                KV_HEADS, DIM_PAD, PAGE, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, TILE, LINES,
-            )  # fmt: skip
+        if row >= 0:
+            early = tl.minimum(low // TILE * TILE + tl.arange(0, TILE), high - 1)
+            page = tl.load(table_ptr + row * table_stride + early // PAGE).to(tl.int64)
+            base = tl.maximum(page, 0) * BLOCK_STRIDE + (early % PAGE) * TOKEN_STRIDE + kv_head * HEAD_STRIDE
+            line = tl.arange(0, LINES) * (DIM_PAD // LINES)
+            prefetch(k_ptr + base[:, None] + line[None, :])
+            prefetch(v_ptr + base[:, None] + line[None, :])
         gdc_wait()
+    if row < 0:
+        if PDL and SHARED:
+            gdc_wait()
+        return
     member = tl.arange(0, GROUP_PAD)
     dim = tl.arange(0, DIM_PAD)
     dtype = q_ptr.dtype.element_ty
-    for work in range(first, works, programs):
-        item, kv_head = work // KV_HEADS, work % KV_HEADS
-        row = tl.load(items_ptr + item * 4)
-        low = tl.load(items_ptr + item * 4 + 1)
-        high = tl.load(items_ptr + item * 4 + 2)
-        whole = tl.load(items_ptr + item * 4 + 3)
-        head = kv_head * GROUP + member
-        q_mask = (member < GROUP)[:, None] & (dim < DIM)[None, :]
-        q_address = q_ptr + row.to(tl.int64) * Q_STRIDE + head[:, None] * DIM + dim[None, :]
-        if SHARED:  # read before the wait: past the L1, which may hold what the layer before left there
-            q = tl.load(q_address, mask=q_mask, other=0.0, cache_modifier=".cg")
-        else:
-            q = tl.load(q_address, mask=q_mask, other=0.0)
-        if AHEAD:  # noqa: SIM102 (decided when the kernel is compiled)
-            if work + programs < works:
-                bring(
-                    k_ptr, v_ptr, table_ptr, items_ptr, work + programs, table_stride,
-                    KV_HEADS, DIM_PAD, PAGE, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, TILE, LINES,
-                )  # fmt: skip
-        acc, norm, top = attend_pages(
-            q, k_ptr, v_ptr, table_ptr + row * table_stride, kv_head, low, high,
-            GROUP_PAD, DIM, DIM_PAD, PAGE, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, SCALE, SOFTCAP, TILE, STAGES, PRECISION,
-        )  # fmt: skip
-        if SHARED:
-            if PDL:
-                gdc_wait()
-            if whole > 0:
-                for part in range(splits):
-                    shared_line = (part * num_rows + row) * HEADS + head
-                    shared_top = tl.load(shared_stats_ptr + shared_line * 2, mask=member < GROUP, other=-1.0e30)
-                    shared_norm = tl.load(shared_stats_ptr + shared_line * 2 + 1, mask=member < GROUP, other=0.0)
-                    address = shared_line.to(tl.int64)[:, None] * DIM_PAD + dim[None, :]
-                    value = tl.load(shared_partial_ptr + address, mask=(member < GROUP)[:, None], other=0.0)
-                    new_top = tl.maximum(top, shared_top)
-                    ours, theirs = tl.exp2(top - new_top), tl.exp2(shared_top - new_top)
-                    norm = norm * ours + shared_norm * theirs
-                    acc = acc * ours[:, None] + value * theirs[:, None]
-                    top = new_top
+    head = kv_head * GROUP + member
+    q_mask = (member < GROUP)[:, None] & (dim < DIM)[None, :]
+    q_address = q_ptr + row.to(tl.int64) * Q_STRIDE + head[:, None] * DIM + dim[None, :]
+    if SHARED:  # read before the wait: past the L1, which may hold what the layer before left there
+        q = tl.load(q_address, mask=q_mask, other=0.0, cache_modifier=".cg")
+    else:
+        q = tl.load(q_address, mask=q_mask, other=0.0)
+    acc, norm, top = attend_pages(
+        q, k_ptr, v_ptr, table_ptr + row * table_stride, kv_head, low, high,
+        GROUP_PAD, DIM, DIM_PAD, PAGE, BLOCK_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, SCALE, SOFTCAP, TILE, STAGES, PRECISION,
+    )  # fmt: skip
+    if SHARED:
+        if PDL:
+            gdc_wait()
         if whole > 0:
-            out = out_ptr + row.to(tl.int64) * (HEADS * DIM) + head[:, None] * DIM + dim[None, :]
-            tl.store(out, (acc / norm[:, None]).to(dtype), mask=q_mask)
-        else:
-            line = item * HEADS + head
-            tl.store(partial_ptr + line[:, None] * DIM_PAD + dim[None, :], acc, mask=(member < GROUP)[:, None])
-            tl.store(stats_ptr + line * 2, top, mask=member < GROUP)
-            tl.store(stats_ptr + line * 2 + 1, norm, mask=member < GROUP)
-    if PDL and SHARED:
-        gdc_wait()  # also where there was nothing to do: who waits for this kernel relies on its predecessor
+            for part in range(splits):
+                shared_line = (part * num_rows + row) * HEADS + head
+                shared_top = tl.load(shared_stats_ptr + shared_line * 2, mask=member < GROUP, other=-1.0e30)
+                shared_norm = tl.load(shared_stats_ptr + shared_line * 2 + 1, mask=member < GROUP, other=0.0)
+                address = shared_line.to(tl.int64)[:, None] * DIM_PAD + dim[None, :]
+                value = tl.load(shared_partial_ptr + address, mask=(member < GROUP)[:, None], other=0.0)
+                new_top = tl.maximum(top, shared_top)
+                ours, theirs = tl.exp2(top - new_top), tl.exp2(shared_top - new_top)
+                norm = norm * ours + shared_norm * theirs
+                acc = acc * ours[:, None] + value * theirs[:, None]
+                top = new_top
+    if whole > 0:
+        out = out_ptr + row.to(tl.int64) * (HEADS * DIM) + head[:, None] * DIM + dim[None, :]
+        tl.store(out, (acc / norm[:, None]).to(dtype), mask=q_mask)
+    else:
+        line = item * HEADS + head
+        tl.store(partial_ptr + line[:, None] * DIM_PAD + dim[None, :], acc, mask=(member < GROUP)[:, None])
+        tl.store(stats_ptr + line * 2, top, mask=member < GROUP)
+        tl.store(stats_ptr + line * 2 + 1, norm, mask=member < GROUP)
 
 
 @triton.jit(do_not_specialize=["num_rows", "splits"])
