@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -125,18 +126,18 @@ class Run:
         length = load.input_tokens[0]
         self._warm(length, load.requests)
         prompts = self._prompts(load.requests, length)
-        start = time.perf_counter()
         try:
             self.face.run(prompts, load.output_tokens, duration_s=duration_s, request_rate=self.options.request_rate, tick=self.tick("run"))
         except KeyboardInterrupt:
             if self.face.records:
-                self.save(self._offline_metrics(self.face.records, start, time.perf_counter(), steady=True))
+                self.save(self._offline_metrics(self.face.records, steady=True))
             raise
         records = self.face.records if duration_s else _checked(self.face.records)
-        return self._offline_metrics(records, start, time.perf_counter(), steady=duration_s is not None)
+        return self._offline_metrics(records, steady=duration_s is not None)
 
-    def _offline_metrics(self, records: list[Record], start_s: float, end_s: float, *, steady: bool) -> Metrics:
+    def _offline_metrics(self, records: list[Record], *, steady: bool) -> Metrics:
         if steady:  # the run was cut: count what arrived after the ramp
+            start_s, end_s = self._cut(records)
             begin_s = start_s + RAMP * (end_s - start_s)
             rate = tokens_between(records, begin_s, end_s) / (end_s - begin_s)
             share = (self.load.input_tokens[0] + self.load.output_tokens) / self.load.output_tokens
@@ -177,7 +178,6 @@ class Run:
             self._warm(load.input_tokens[0], concurrency)
             key, count = str(concurrency), 8 * concurrency if load.requests <= 1 else load.requests
             prompts = self._prompts(count, load.input_tokens[0], turn=concurrency)
-            start = time.perf_counter()
             try:
                 self.face.run(
                     prompts,
@@ -188,21 +188,21 @@ class Run:
                     tick=self.tick(f"{concurrency} at once"),
                 )
             except KeyboardInterrupt:
-                self._add_point(metrics, key, self.face.records, start, interrupted=True)
+                self._add_point(metrics, key, self.face.records, interrupted=True)
                 self.save(metrics)
                 raise
             if options.duration_s is None:
                 _checked(self.face.records)
-            self._add_point(metrics, key, self.face.records, start)
+            self._add_point(metrics, key, self.face.records)
             self.save(metrics)
         return metrics
 
-    def _add_point(self, metrics: Metrics, key: str, records: list[Record], start_s: float, *, interrupted: bool = False) -> None:
+    def _add_point(self, metrics: Metrics, key: str, records: list[Record], *, interrupted: bool = False) -> None:
         done = [r for r in records if r.ok]
         if not done:
             return
         cut = interrupted or self.options.duration_s is not None
-        end_s = time.perf_counter() if cut else max(r.end_s for r in done)
+        start_s, end_s = self._cut(records) if cut else (min(r.start_s for r in records), max(r.end_s for r in done))
         serving = serving_metrics(records, end_s - start_s, self.options.slo)
         serving["max_concurrency"] = int(key)
         for name, sample in samples(done).items():
@@ -211,6 +211,11 @@ class Run:
         metrics["output_tok_s"][key] = tokens_between(records, begin_s, end_s) / (end_s - begin_s) if cut else serving["output_throughput"]
         metrics["goodput"][key] = serving["request_goodput"]
         metrics["serving"][key] = serving
+
+    def _cut(self, records: list[Record]) -> tuple[float, float]:
+        """When a load that was cut began and ended; starting and stopping a load generator's processes is not in it."""
+        start_s = min(r.start_s for r in records)
+        return start_s, min(time.perf_counter(), start_s + (self.options.duration_s or math.inf))
 
 
 class RunFailedError(Exception):

@@ -1,4 +1,5 @@
 import random
+import time
 
 import pytest
 
@@ -122,6 +123,29 @@ def test_closed_loop_sends_eight_requests_a_stream(scripted_face):
     assert runs == [(16, 2), (32, 4)]
     assert set(metrics["ttft_ms"]) == {"2", "4"} and metrics["serving"]["4"]["completed"] == 32
     assert {"ttft_ms", "itl_ms", "output_tok_s", "goodput"} <= set(metrics)
+
+
+def test_the_start_and_end_of_a_load_generator_are_not_in_the_load(scripted_face):
+    """A client process takes a while to start, and to hand its records over: that is no time of the server's."""
+    face, run = scripted_face(ttft_s=0.1, itl_s=0.1), scripted_face.run
+
+    def late(*args, **more):
+        time.sleep(0.3)
+        began = time.perf_counter()
+        for record in run(face, *args, **more):
+            record.start_s, record.end_s = began, began + record.end_s
+            record.events_s = [began + moment for moment in record.events_s]
+        time.sleep(0.3)
+        return face.records
+
+    face.run = late
+    load = find_load("W9").scaled(concurrency=[2], requests=2, output_tokens=4)
+    whole = measure(face, load)[0]
+    assert whole["output_tok_s"]["2"] == pytest.approx(8 / 0.4) and whole["serving"]["2"]["duration"] == pytest.approx(0.4)
+    cut = measure(face, load, duration_s=0.25)[0]  # two of the four tokens of each; those after a fifth of the time count
+    assert cut["serving"]["2"]["duration"] == pytest.approx(0.25) and cut["output_tok_s"]["2"] == pytest.approx(4 / 0.2)
+    steady = measure(face, find_load("W1").scaled(requests=2, output_tokens=4), duration_s=0.25)[0]
+    assert steady["steady_s"] == pytest.approx(0.2) and steady["output_tok_s"] == pytest.approx(4 / 0.2)
 
 
 def test_failed_requests_are_an_error_not_a_number(scripted_face):
