@@ -27,7 +27,7 @@ from hexad.operators.draw import DrawOptions
 from hexad.operators.load import load_operators
 
 META = torch.device("meta")
-FEW_AND_MANY_ROWS = (2, 33, 4096)  # the least that kernels of each kind serve; a row of many drafts is many rows
+FEW_AND_MANY_ROWS = tuple(2**i for i in range(13))  # kernels differ by how many rows there are; a row of many drafts is many rows
 
 
 class _Unwritten(DummyHandle):
@@ -114,10 +114,12 @@ def _run(model: Model, kv: KVStorage, sampler: Sampler, shape: StepShape, settin
 
 
 def _draw(rows: int, vocab_size: int, operators: dict[str, str]) -> None:
-    """Draw at random with options of every kind."""
-    draw = load_operators().bind("draw", DrawArgs(vocab_size, META.type), operators).call
+    """Draw at random with options of every kind, with log-probabilities."""
+    args = DrawArgs(vocab_size, META.type)
+    draw, token_ranks = (load_operators().bind(op, args, operators).call for op in ("draw", "token_ranks"))
     logits = torch.empty((rows, vocab_size), device=META)
     floats, longs, doubles = (torch.empty(rows, dtype=dtype, device=META) for dtype in (torch.float32, torch.int64, torch.float64))
     for kind in ("dense", "short", "nucleus"):
         options = DrawOptions(kind, floats, longs, longs, doubles, min(SHORT_LIST, vocab_size))
         draw(logits, floats, options, doubles)
+    token_ranks(logits, floats, longs, min(5, vocab_size))

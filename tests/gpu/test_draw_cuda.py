@@ -40,7 +40,7 @@ def part_of(options, part):
 def bind(vocab):
     from hexad.operators.triton.draw import bind_draw
 
-    return bind_draw(DrawArgs(vocab, "cuda"), dict.fromkeys(("dense", "short", "nucleus"), 0))  # the kernel for any number of rows
+    return bind_draw(DrawArgs(vocab, "cuda"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

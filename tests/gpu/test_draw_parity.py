@@ -10,9 +10,11 @@ from reference import DEVICE, INTERPRETED, fresh_seed, needs_kernels
 from hexad.operators import token_weights
 from hexad.operators.args import DrawArgs
 from hexad.operators.draw import DrawOptions, draw_reference, kept
+from hexad.operators.token_ranks import token_ranks_reference
 
 pytestmark = needs_kernels
 VOCAB = 1_501 if INTERPRETED else 3_001
+RANKED = 4_500 if INTERPRETED else 49_152
 
 
 def numpy_weigh(shifted):
@@ -59,7 +61,7 @@ def logits_of(shape, rows, vocab):
 def bind(vocab):
     from hexad.operators.triton.draw import bind_draw
 
-    return bind_draw(DrawArgs(vocab, DEVICE), dict.fromkeys(("dense", "short", "nucleus"), 0))  # the kernel for any number of rows
+    return bind_draw(DrawArgs(vocab, DEVICE))
 
 
 def compare(shape, kind, rows, vocab, *, min_p):
@@ -115,3 +117,42 @@ def test_rows_that_are_not_finite_end():
         drawn = bind(VOCAB)(logits, best, options, uniforms)
         assert bool(((drawn >= 0) & (drawn < VOCAB)).all())
         assert drawn[3] == draw_reference(DrawArgs(VOCAB, DEVICE))(logits, best, options, uniforms)[3]
+
+
+@pytest.mark.parametrize("shape", ["smooth", "ties", "few values", "equal"])
+@pytest.mark.parametrize("top", [0, 1, 5, 32, 33])
+def test_ranks_and_best_tokens_are_those_of_the_reference(shape, top):
+    from hexad.operators.triton.ranks import bind_token_ranks
+
+    fresh_seed()
+    args, rows = DrawArgs(RANKED, DEVICE), 3 if INTERPRETED else 70
+    logits = logits_of(shape, rows, RANKED)
+    logits[0, random.randrange(RANKED)] = float("-inf")  # what a mask leaves out
+    best, ids = logits.max(dim=-1).values, torch.randint(RANKED, (rows,), device=DEVICE)
+    ranks, top_ids, totals = bind_token_ranks(args)(logits, best, ids, top)
+    wanted_ranks, wanted_ids, wanted_totals = token_ranks_reference(args)(logits, best, ids, top)
+    assert torch.equal(ranks, wanted_ranks) and torch.equal(top_ids, wanted_ids)
+    torch.testing.assert_close(totals.double(), wanted_totals.double(), rtol=1e-6, atol=8 * RANKED)
+
+
+def test_ranks_of_rows_that_are_not_finite_stay_in_bounds():
+    from hexad.operators.triton.ranks import bind_token_ranks
+
+    fresh_seed()
+    logits = logits_of("smooth", 4, VOCAB)
+    logits[0], logits[1, 3], logits[2, 5] = float("-inf"), float("nan"), float("inf")
+    ranks, top_ids, _ = bind_token_ranks(DrawArgs(VOCAB, DEVICE))(
+        logits, logits.max(dim=-1).values, torch.randint(VOCAB, (4,), device=DEVICE), 7
+    )
+    assert bool(((ranks >= 1) & (ranks <= VOCAB)).all()) and bool(((top_ids >= 0) & (top_ids < VOCAB)).all())
+    assert bool((top_ids.sort(dim=-1).values.diff(dim=-1) > 0).all())  # each once
+
+
+def test_rows_are_shared_among_programs_that_fit_the_card():
+    from hexad.operators.triton.draw import SWEEP, sharing
+
+    for _ in range(1000):
+        rows, vocab, processors = random.randint(1, 300), random.randint(1, 300_000), random.randint(1, 160)
+        parts, share = sharing(rows, vocab, processors)
+        assert (parts - 1) * share < vocab <= parts * share, "each part has a token, and all tokens have a part"
+        assert parts == 1 or (parts * rows <= 2 * processors and share % SWEEP == 0)

@@ -13,7 +13,7 @@ import triton
 
 from hexad.operators.args import ActArgs, AttentionArgs, NormArgs, RopeKVArgs
 from hexad.operators.fused import FusedLinearArgs
-from hexad.operators.triton import ahead, argmax, attention, draw, linear, rope_kv, rows
+from hexad.operators.triton import ahead, argmax, attention, draw, linear, ranks, rope_kv, rows
 from hexad.operators.triton.assumed import assemble, compile_for_older
 from hexad.operators.triton.launch import Launcher, Target
 from hexad.operators.triton.prefill_hopper import page_layout
@@ -174,10 +174,20 @@ def test_argmax():
     compiled(Launcher(argmax.row_max_kernel, {"PARTS": 32, "PDL": False}), ["*fp32", "*i32", "*i64", "*u8", "i32"], 90)
 
 
+@pytest.mark.parametrize("arch", ARCHES)
+def test_token_ranks(arch):
+    blocks = Launcher(ranks.block_ranks_kernel, {"EXACT": True, "BLOCK": ranks.BLOCK}, num_warps=4)
+    compiled(blocks, ["*fp32", "*fp32", "*i64", "*i64", "*i32", "*i64", "i32", "i32", "i32"], arch)
+    across = Launcher(ranks.row_ranks_kernel, {"PARTS": 128, "KEYS": 4096}, num_warps=8)
+    compiled(across, ["*i64", "*i32", "*i64", "*i64", "*i64", "*i64", "i32", "i32"], arch)
+
+
 @pytest.mark.parametrize("warps", [16, 32])
 @pytest.mark.parametrize("arch", ARCHES)
 def test_draw(arch, warps):
     """No program needs more registers than a multiprocessor has."""
-    types = ["*fp32", "*fp32", "*fp32", "*i64", "*i64", "*fp64", "*fp64", "*i64", "i32", "i32", "i32"]
+    types = ["*fp32", "*fp32", "*fp32", "*i64", "*i64", "*fp64", "*fp64", "*i64", "*i64", "i32", "i32", "i32", "i32", "i32"]
     for lists in (False, True):
         compiled(draw.launcher(lists=lists, warps=warps), types, arch)
+        if warps == draw.WARPS[0]:
+            compiled(draw.launcher(lists=lists, warps=warps, shared=True), types, arch)

@@ -117,6 +117,7 @@ def _register() -> None:
         ("paged_attention", "attention", "bind_paged_attention", attention_reasons),
         ("best_token", "argmax", "bind_best_token", best_token_reasons),
         ("draw", "draw", "bind_draw", draw_reasons),
+        ("token_ranks", "ranks", "bind_token_ranks", draw_reasons),
         ("linear", "linear", "bind_linear", linear_reasons),
         ("gated_linear", "linear", "bind_gated_linear", gated_reasons),
         ("linear_add", "linear", "bind_linear_add", linear_reasons),
