@@ -27,7 +27,6 @@ from hexad.operators.draw import DrawOptions
 from hexad.operators.load import load_operators
 
 META = torch.device("meta")
-FEW_AND_MANY_ROWS = tuple(2**i for i in range(13))  # kernels differ by how many rows there are; a row of many drafts is many rows
 
 
 class _Unwritten(DummyHandle):
@@ -81,8 +80,7 @@ def run_steps(config: HexadConfig, spec: ModelSpec, files: Path) -> None:
         for shape in step_shapes(settings.max_num_seqs, settings.max_batched_tokens):
             _run(model, kv, sampler, shape, settings)
         sampler.take_best(torch.empty((1, settings.vocab_size), device=META))  # of logits that are edited, drawn from or listed
-        for rows in FEW_AND_MANY_ROWS:
-            _draw(rows, settings.vocab_size, config.device.operators)
+        _draw(settings.vocab_size, config.device.operators)
 
 
 def _unwritten(handle: DummyHandle) -> DummyHandle:
@@ -113,8 +111,9 @@ def _run(model: Model, kv: KVStorage, sampler: Sampler, shape: StepShape, settin
     sampler.take_best(model.scores(hidden[:rows]))
 
 
-def _draw(rows: int, vocab_size: int, operators: dict[str, str]) -> None:
+def _draw(vocab_size: int, operators: dict[str, str]) -> None:
     """Draw at random with options of every kind, with log-probabilities."""
+    rows = 2
     args = DrawArgs(vocab_size, META.type)
     draw, token_ranks = (load_operators().bind(op, args, operators).call for op in ("draw", "token_ranks"))
     logits = torch.empty((rows, vocab_size), device=META)

@@ -88,8 +88,27 @@ def test_programs_of_few_threads(shape, monkeypatch):
 
     fresh_seed()
     monkeypatch.setattr(draw, "WARPS", (1, 2))
+    monkeypatch.setattr(draw, "SHORT", random.choice([1, 20, 200]))
     for kind in ("short", "nucleus"):
         compare(shape, kind, 4 if INTERPRETED else 300, VOCAB, min_p=False)
+
+
+@pytest.mark.parametrize("shape", ["smooth", "few values"])
+@pytest.mark.parametrize("longest", [1, 40])
+def test_rows_whose_tokens_do_not_fit_a_list_are_read_whole(shape, longest, monkeypatch):
+    from hexad.operators.triton import draw
+
+    fresh_seed()
+    monkeypatch.setattr(draw, "MOST_LISTED", longest)
+    for kind in ("short", "nucleus"):
+        compare(shape, kind, 4 if INTERPRETED else 300, VOCAB, min_p=True)
+
+
+def test_a_row_of_many_blocks():
+    """The border, and the drawn token, in any of them."""
+    fresh_seed()
+    for kind in ("dense", "short", "nucleus"):
+        compare(random.choice(["smooth", "ties"]), kind, 3 if INTERPRETED else 150, 6_200 if INTERPRETED else 128_256, min_p=True)
 
 
 @pytest.mark.parametrize("kind", ["dense", "nucleus"])
@@ -146,13 +165,3 @@ def test_ranks_of_rows_that_are_not_finite_stay_in_bounds():
     )
     assert bool(((ranks >= 1) & (ranks <= VOCAB)).all()) and bool(((top_ids >= 0) & (top_ids < VOCAB)).all())
     assert bool((top_ids.sort(dim=-1).values.diff(dim=-1) > 0).all())  # each once
-
-
-def test_rows_are_shared_among_programs_that_fit_the_card():
-    from hexad.operators.triton.draw import SWEEP, sharing
-
-    for _ in range(1000):
-        rows, vocab, processors = random.randint(1, 300), random.randint(1, 300_000), random.randint(1, 160)
-        parts, share = sharing(rows, vocab, processors)
-        assert (parts - 1) * share < vocab <= parts * share, "each part has a token, and all tokens have a part"
-        assert parts == 1 or (parts * rows <= 2 * processors and share % SWEEP == 0)

@@ -182,12 +182,15 @@ def test_token_ranks(arch):
     compiled(across, ["*i64", "*i32", "*i64", "*i64", "*i64", "*i64", "i32", "i32"], arch)
 
 
-@pytest.mark.parametrize("warps", [16, 32])
 @pytest.mark.parametrize("arch", ARCHES)
-def test_draw(arch, warps):
+def test_draw(arch):
     """No program needs more registers than a multiprocessor has."""
-    types = ["*fp32", "*fp32", "*fp32", "*i64", "*i64", "*fp64", "*fp64", "*i64", "*i64", "i32", "i32", "i32", "i32", "i32"]
-    for lists in (False, True):
-        compiled(draw.launcher(lists=lists, warps=warps), types, arch)
-        if warps == draw.WARPS[0]:
-            compiled(draw.launcher(lists=lists, warps=warps, shared=True), types, arch)
+    kernels, row = draw.launchers(128_256), ["*fp32", "*fp32", "*fp32"]
+    for name in ("weigh", "tiers"):
+        compiled(kernels[name], [*row, "*i64", "*i64", "i32", "i32", "i32"], arch)
+    compiled(kernels["pick"], [*row, "*i64", "*fp64", "*i64", "*i64", "i32", "i32", "i32", "i32"], arch)
+    compiled(kernels["plan"], ["*i64", "*i64", "*fp64", "*i64", "*i32", "i32", "i32", "i32"], arch)
+    compiled(kernels["list"], [*row, "*i64", "*i32", "*fp32", "*i32", "i32", "i32", "i32"], arch)
+    types = [*row, "*i64", "*i64", "*fp64", "*fp64", "*i64", "*i64", "*fp32", "*i32", *["i32"] * 6]
+    for name in ("short", "long"):
+        compiled(kernels[name], types, arch)

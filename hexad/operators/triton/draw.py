@@ -1,13 +1,12 @@
-"""Random draws over the vocabulary without sorting: one program a row, exact integers throughout, the same tokens as the reference.
+"""Random draws over the vocabulary without sorting: exact integers throughout, the same tokens as the reference.
 
-top_k and top_p each keep a prefix of the ranking, so each needs one border only: a magnitude of the shifted logit, and an id among the
-tokens that share it. The border is bracketed: one pass over the row measures (counts, or weighs) what lies below eight candidates, three
-that quarter the bracket, so that passes are bounded, and five about the place where the border should be if tokens lay evenly. A pass
-is skipped where a row's options do not need it. Rows that are not finite end like any other, with a valid id that means nothing.
-
-A program a row would leave most of the card idle where rows are few, so there several share one: each measures its part of the
-vocabulary, and what all measured is added up on the row's board (integers: the order does not matter), where the programs of a row wait
-for each other once a pass. They are launched together or not at all (cooperative launch).
+Blocks of the vocabulary are weighed first, each by a program of its own (`draw_blocks`). Where temperature alone matters, the block that
+holds the draw follows from that, and only it is read again. top_k and top_p each keep a prefix of the ranking; the tokens that may be in it
+are listed, in the order of their ids, and one program a row looks among them for the border: a magnitude of the shifted logit, and an id
+among the tokens that share it. The border is bracketed: one pass measures (counts, or weighs) what lies below eight candidates, three that
+quarter the bracket, so that passes are bounded, and five about the place where the border should be if tokens lay evenly. A pass is skipped
+where a row's options do not need it. A row that may keep more tokens than a list holds is read whole, by one program, which takes several
+times as long. Rows that are not finite end like any other, with a valid id that means nothing.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
@@ -16,80 +15,53 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import libdevice
 
 from hexad.operators.args import DrawArgs
 from hexad.operators.draw import DrawOptions
 from hexad.operators.registry import Kernel
-from hexad.operators.triton.launch import INTERPRETED, Launcher, target
+from hexad.operators.triton.draw_blocks import (
+    BLOCK,
+    FAR,
+    NOWHERE,
+    TIERS,
+    goal_of,
+    least_float,
+    limit_of,
+    list_kernel,
+    pick_kernel,
+    plan_kernel,
+    tokens_at,
+    weigh,
+    weigh_kernel,
+)
+from hexad.operators.triton.launch import INTERPRETED, Launcher, pow2
 
-WARPS = (16, 32)  # a program's: where two fit a multiprocessor, where one is to fill it
-UNROLL = 4
-MOST_PARTS = 64  # programs that share a row
-SWEEP = 32 * WARPS[0] * UNROLL  # tokens that one of them reads at a time
-TURNS: tl.constexpr = tl.constexpr(48)  # passes of a row, at most: a bracket has 2^30 magnitudes and each pass quarters it, twice
-BOARD: tl.constexpr = tl.constexpr(16 * (1 + TURNS.value))  # the count of arrivals; sums by turn; then shares, three times
-FAR: tl.constexpr = tl.constexpr(0x41E00000)  # bits of 28.0: exp(-28) * 2^40 < 1, so all magnitudes beyond are one
-NOWHERE: tl.constexpr = tl.constexpr(0x7FFFFFFF)
-SCALE: tl.constexpr = tl.constexpr(1099511627776.0)  # 2^40
-
-
-@triton.jit
-def weigh(shifted, least, EXACT: tl.constexpr):
-    """Integer weights of shifted logits; 0 below `least`, and for NaN."""
-    share = libdevice.exp(shifted) if EXACT else tl.exp(shifted)
-    weight = share * SCALE
-    return tl.where((shifted <= 0.0) & (weight >= least), weight, 0.0).to(tl.int64)
-
-
-@triton.jit
-def _least_float(weight):
-    """The least float32 that is not less than an integer weight."""
-    near = weight.to(tl.float32)
-    bits = near.to(tl.int32, bitcast=True)
-    return tl.where(near.to(tl.int64) < weight, bits + 1, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _tokens(row_ptr, at, vocab, best, temperature):
-    """Shifted logits and their magnitudes; NOWHERE beyond the vocabulary."""
-    inside = at < vocab
-    x = tl.load(row_ptr + at, mask=inside, other=-float("inf"))
-    shifted = tl.div_rn(x - best, temperature)
-    magnitude = tl.minimum(shifted.to(tl.int32, bitcast=True) & 0x7FFFFFFF, FAR)
-    return shifted, tl.where(inside, magnitude, NOWHERE)
+WARPS = (4, 16)  # of a row's program: for short lists, for long ones and whole rows
+SHORT = 2048  # tokens
+MOST_LISTED = 32_768  # tokens of a row's list
 
 
 @triton.jit
 def _measure(row_ptr, at, vocab, best, temperature, least, far, far_id, MASS: tl.constexpr, EXACT: tl.constexpr):
     """Magnitude, and weight (or 1) of tokens up to border (far, far_id); tokens beyond measure 0."""
-    shifted, magnitude = _tokens(row_ptr, at, vocab, best, temperature)
+    shifted, magnitude = tokens_at(row_ptr, at, vocab, best, temperature)
     kept = (magnitude < far) | ((magnitude == far) & (at <= far_id))
     if MASS:
         amount = tl.where(kept, weigh(shifted, least, EXACT), 0)
     else:
-        amount = kept.to(tl.int32)
+        amount = kept.to(tl.int64)
     return magnitude, amount
 
 
 @triton.jit
-def _meet(board_ptr, turn, parts):
-    """All programs of a row come here before one goes on; what each wrote before is there for all afterwards."""
-    tl.debug_barrier()
-    arrived = tl.atomic_add(board_ptr, 1, sem="acq_rel") + 1
-    while arrived < (turn + 1) * parts:
-        arrived = tl.atomic_add(board_ptr, 0, sem="acquire")
-
-
-@triton.jit
-def _below(row_ptr, begin, end, vocab, best, temperature, least, far, far_id, low, high, a, b, c, d, e, f, g, h, board_ptr, turn, parts,
-           MASS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+def _below(row_ptr, vocab, best, temperature, least, far, far_id, low, high, a, b, c, d, e, f, g, h,
+           MASS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
     """What lies below each of eight magnitudes, and the least and greatest magnitude found in [low, high)."""
     lane = tl.arange(0, BLOCK)
-    sa = tl.zeros([BLOCK], tl.int64 if MASS else tl.int32)
+    sa = tl.zeros([BLOCK], tl.int64)
     sb, sc, sd, se, sf, sg, sh = sa, sa, sa, sa, sa, sa, sa
     first, last = tl.full([BLOCK], NOWHERE, tl.int32), tl.zeros([BLOCK], tl.int32)
-    for start in range(begin, end, BLOCK * UNROLL):
+    for start in range(0, vocab, BLOCK * UNROLL):
         for i in tl.static_range(UNROLL):
             at = start + i * BLOCK + lane
             magnitude, amount = _measure(row_ptr, at, vocab, best, temperature, least, far, far_id, MASS, EXACT)
@@ -103,29 +75,9 @@ def _below(row_ptr, begin, end, vocab, best, temperature, least, far, far_id, lo
             sh += tl.where(magnitude < h, amount, 0)
             first = tl.minimum(first, tl.where((magnitude >= low) & (amount > 0), magnitude, NOWHERE))
             last = tl.maximum(last, tl.where((magnitude < high) & (amount > 0), magnitude, 0))
-    sa, sb, sc, sd = tl.sum(sa, 0).to(tl.int64), tl.sum(sb, 0).to(tl.int64), tl.sum(sc, 0).to(tl.int64), tl.sum(sd, 0).to(tl.int64)
-    se, sf, sg, sh = tl.sum(se, 0).to(tl.int64), tl.sum(sf, 0).to(tl.int64), tl.sum(sg, 0).to(tl.int64), tl.sum(sh, 0).to(tl.int64)
-    nearest, farthest = tl.min(first, 0), tl.max(last, 0)
-    if PARTS > 1:
-        slot = board_ptr + 16 * (turn + 1)
-        tl.atomic_add(slot, sa, sem="relaxed")
-        tl.atomic_add(slot + 1, sb, sem="relaxed")
-        tl.atomic_add(slot + 2, sc, sem="relaxed")
-        tl.atomic_add(slot + 3, sd, sem="relaxed")
-        tl.atomic_add(slot + 4, se, sem="relaxed")
-        tl.atomic_add(slot + 5, sf, sem="relaxed")
-        tl.atomic_add(slot + 6, sg, sem="relaxed")
-        tl.atomic_add(slot + 7, sh, sem="relaxed")
-        tl.atomic_max(slot + 8, (NOWHERE - nearest).to(tl.int64), sem="relaxed")
-        tl.atomic_max(slot + 9, farthest.to(tl.int64), sem="relaxed")
-        _meet(board_ptr, turn, parts)
-        sa, sb = tl.load(slot, volatile=True), tl.load(slot + 1, volatile=True)
-        sc, sd = tl.load(slot + 2, volatile=True), tl.load(slot + 3, volatile=True)
-        se, sf = tl.load(slot + 4, volatile=True), tl.load(slot + 5, volatile=True)
-        sg, sh = tl.load(slot + 6, volatile=True), tl.load(slot + 7, volatile=True)
-        nearest = NOWHERE - tl.load(slot + 8, volatile=True).to(tl.int32)
-        farthest = tl.load(slot + 9, volatile=True).to(tl.int32)
-    return sa, sb, sc, sd, se, sf, sg, sh, nearest, farthest, turn + 1
+    sa, sb, sc, sd = tl.sum(sa, 0), tl.sum(sb, 0), tl.sum(sc, 0), tl.sum(sd, 0)
+    se, sf, sg, sh = tl.sum(se, 0), tl.sum(sf, 0), tl.sum(sg, 0), tl.sum(sh, 0)
+    return sa, sb, sc, sd, se, sf, sg, sh, tl.min(first, 0), tl.max(last, 0)
 
 
 @triton.jit
@@ -182,18 +134,17 @@ def _open(low, high, base, top, limit, one):
 
 
 @triton.jit
-def _border(row_ptr, begin, end, vocab, best, temperature, least, far, far_id, low, high, base, top, limit, board_ptr, turn, part, parts,
-            MASS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """The last token, best first, before which less than `limit` lies: its magnitude and id, what lies up to it, and the turn.
+def _border(row_ptr, vocab, best, temperature, least, far, far_id, low, high, base, top, limit,
+            MASS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+    """The last token, best first, before which less than `limit` lies: its magnitude and id, and what lies up to it.
 
     Given: less than `limit` lies below `low`, no less below `high`.
     """
     one = _smallest(high - 1, least, MASS, EXACT)
     while _open(low, high, base, top, limit, one):
         a, b, c, d, e, f, g, h = _candidates(low, high, base, top, limit)
-        sa, sb, sc, sd, se, sf, sg, sh, first, last, turn = _below(
-            row_ptr, begin, end, vocab, best, temperature, least, far, far_id, low, high, a, b, c, d, e, f, g, h, board_ptr, turn, parts,
-            MASS, EXACT, BLOCK, UNROLL, PARTS,
+        sa, sb, sc, sd, se, sf, sg, sh, first, last = _below(
+            row_ptr, vocab, best, temperature, least, far, far_id, low, high, a, b, c, d, e, f, g, h, MASS, EXACT, BLOCK, UNROLL
         )  # fmt: skip
         low, high, base, top = _narrow_all(
             low, high, base, top, limit, a, b, c, d, e, f, g, h, sa, sb, sc, sd, se, sf, sg, sh, first, last
@@ -203,197 +154,159 @@ def _border(row_ptr, begin, end, vocab, best, temperature, least, far, far_id, l
     if high - low == 1:  # tokens of one magnitude: as many as fit, by id
         fit = (limit - base + one - 1) // one
         if fit * one < top - base:
-            shares = board_ptr + BOARD + PARTS * MASS
-            border_id, found = _first_over(
-                row_ptr, begin, end, vocab, best, temperature, least, far, far_id, fit - 1, magnitude, board_ptr, shares, turn, part, parts,
-                False, EXACT, BLOCK, UNROLL, PARTS,
+            border_id = _first_over(
+                row_ptr, vocab, best, temperature, least, far, far_id, fit - 1, magnitude, False, EXACT, BLOCK, UNROLL
             )  # fmt: skip
-            turn += 1
-            if PARTS > 1:
-                slot = board_ptr + 16 * (turn + 1)
-                if found:
-                    tl.store(slot, border_id.to(tl.int64))
-                _meet(board_ptr, turn, parts)
-                border_id = tl.load(slot, volatile=True).to(tl.int32)
-                turn += 1
             whole = base + fit * one
-    return magnitude, border_id, whole, turn
+    return magnitude, border_id, whole
 
 
 @triton.jit
-def _first_over(row_ptr, begin, end, vocab, best, temperature, least, far, far_id, goal, only, board_ptr, shares_ptr, turn, part, parts,
-                MASS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """The first id, in order, at which the running sum exceeds `goal`, by mass, or else by count of tokens of magnitude `only`; and whether
-    it is this program's to say so: it lies in its part. Takes one turn."""
+def _first_over(row_ptr, vocab, best, temperature, least, far, far_id, goal, only,
+                MASS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+    """The first id, in order, at which the running sum exceeds `goal`. By mass, or else by count of tokens of magnitude `only`."""
     lane = tl.arange(0, BLOCK)
-    found, ours = vocab - 1, begin < end
-    if PARTS > 1:
-        sums = tl.zeros([BLOCK], tl.int64 if MASS else tl.int32)
-        for start in range(begin, end, BLOCK * UNROLL):
-            for i in tl.static_range(UNROLL):
-                at = start + i * BLOCK + lane
-                magnitude, amount = _measure(row_ptr, at, vocab, best, temperature, least, far, far_id, MASS, EXACT)
-                sums += amount if MASS else tl.where(magnitude == only, amount, 0)
-        mine = tl.sum(sums, 0).to(tl.int64)
-        tl.store(shares_ptr + part, mine)
-        _meet(board_ptr, turn, parts)
-        each = tl.arange(0, PARTS)
-        before = tl.sum(tl.load(shares_ptr + each, mask=each < part, other=0, volatile=True), 0)
-        ours = ((part == 0) | (before <= goal)) & ((part == parts - 1) | (goal < before + mine))
-        goal -= before
-    if ours:
-        start, running, more = begin, goal * 0, goal * 0
-        searching = start < end
-        while searching:
-            sums = tl.zeros([BLOCK], tl.int64 if MASS else tl.int32)
-            for i in tl.static_range(UNROLL):
-                at = start + i * BLOCK + lane
-                magnitude, amount = _measure(row_ptr, at, vocab, best, temperature, least, far, far_id, MASS, EXACT)
-                sums += amount if MASS else tl.where(magnitude == only, amount, 0)
-            more = tl.sum(sums, 0).to(tl.int64)
-            searching = (running + more <= goal) & (start + BLOCK * UNROLL < end)
-            running += tl.where(searching, more, 0)
-            start += tl.where(searching, BLOCK * UNROLL, 0)
-        for i in range(UNROLL):
+    start, running, more = vocab * 0, goal * 0, goal * 0
+    searching = start < vocab
+    while searching:
+        sums = tl.zeros([BLOCK], tl.int64)
+        for i in tl.static_range(UNROLL):
             at = start + i * BLOCK + lane
             magnitude, amount = _measure(row_ptr, at, vocab, best, temperature, least, far, far_id, MASS, EXACT)
-            if not MASS:
-                amount = tl.where(magnitude == only, amount, 0)
-            over = running + tl.cumsum(amount, 0) > goal
-            found = tl.minimum(found, tl.min(tl.where(over, at, NOWHERE), 0))
-            running += tl.sum(amount, 0)
-    return found, ours
+            sums += amount if MASS else tl.where(magnitude == only, amount, 0)
+        more = tl.sum(sums, 0)
+        searching = (running + more <= goal) & (start + BLOCK * UNROLL < vocab)
+        running += tl.where(searching, more, 0)
+        start += tl.where(searching, BLOCK * UNROLL, 0)
+    found = vocab - 1
+    for i in range(UNROLL):
+        at = start + i * BLOCK + lane
+        magnitude, amount = _measure(row_ptr, at, vocab, best, temperature, least, far, far_id, MASS, EXACT)
+        if not MASS:
+            amount = tl.where(magnitude == only, amount, 0)
+        over = running + tl.cumsum(amount, 0) > goal
+        found = tl.minimum(found, tl.min(tl.where(over, at, NOWHERE), 0))
+        running += tl.sum(amount, 0)
+    return found
 
 
 @triton.jit
-def _limit(top_p, total):
-    """The least whole mass that is not less than top_p * total where both are compared as float64; at least 1."""
-    wanted = top_p * total.to(tl.float64)
-    low = tl.maximum(wanted.to(tl.int64) - 128, 0)  # float64 holds masses below 2^58 to 32
-    for step in tl.static_range(8):
-        middle = low + (128 >> step)
-        low = tl.where((middle - 1).to(tl.float64) < wanted, middle, low)
-    low = tl.where(low.to(tl.float64) < wanted, low + 1, low)
-    return tl.maximum(low, 1)
-
-
-@triton.jit(do_not_specialize=["row_stride", "vocab", "has_minimum", "share", "board_stride"])
-def draw_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, top_k_ptr, top_p_ptr, uniform_ptr, out_ptr, board_ptr,
-                row_stride, vocab, has_minimum, share, board_stride, LISTS: tl.constexpr, EXACT: tl.constexpr,
-                BLOCK: tl.constexpr, UNROLL: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """One row, or with PARTS > 1 this program's `share` of its tokens. LISTS: rows may have top_k and top_p.
-
-    `board_ptr` [rows, board_stride] int64 are zeros; unused where PARTS is 1."""
-    row, part, parts = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
-    board_ptr += row * board_stride
-    begin, end = vocab * 0, vocab
-    if PARTS > 1:
-        begin, end = part * share, tl.minimum((part + 1) * share, vocab)
-    row_ptr = logits_ptr + row * row_stride
-    best, temperature = tl.load(best_ptr + row), tl.load(temperature_ptr + row)
-    least = _least_float(tl.load(least_ptr + row) * has_minimum)
-    far, far_id = vocab * 0 + NOWHERE - 1, vocab
-    zero, all_magnitudes = row * 0, vocab * 0 + FAR + 1
-    nearest, turn = vocab * 0, vocab * 0
-    if LISTS:
-        # 0.5, 2, 4, 6, 8, 10, 14: a first bracket for logits of any scale in use
-        a, b, c, d = nearest + 0x3F000000, nearest + 0x40000000, nearest + 0x40800000, nearest + 0x40C00000
-        e, f, g = nearest + 0x41000000, nearest + 0x41200000, nearest + 0x41600000
-        top_k = tl.load(top_k_ptr + row)
-        if top_k < vocab:
-            limit = tl.maximum(top_k, 1)
-            sa, sb, sc, sd, se, sf, sg, total, first, last, turn = _below(
-                row_ptr, begin, end, vocab, best, temperature, least, far, far_id, nearest, all_magnitudes,
-                a, b, c, d, e, f, g, all_magnitudes, board_ptr, turn, parts, False, EXACT, BLOCK, UNROLL, PARTS,
-            )  # fmt: skip
-            low, high, base, top = _narrow_all(
-                nearest, all_magnitudes, zero, total, limit, a, b, c, d, e, f, g, all_magnitudes,
-                sa, sb, sc, sd, se, sf, sg, total, first, last,
-            )  # fmt: skip
-            far, far_id, _kept, turn = _border(
-                row_ptr, begin, end, vocab, best, temperature, least, far, far_id, low, high, base, top, limit,
-                board_ptr, turn, part, parts, False, EXACT, BLOCK, UNROLL, PARTS,
-            )  # fmt: skip
-        sa, sb, sc, sd, se, sf, sg, total, first, last, turn = _below(
-            row_ptr, begin, end, vocab, best, temperature, least, far, far_id, nearest, all_magnitudes,
-            a, b, c, d, e, f, g, all_magnitudes, board_ptr, turn, parts, True, EXACT, BLOCK, UNROLL, PARTS,
+def _place(row_ptr, tokens, vocab, best, temperature, least, top_k, top_p, rest, uniform,
+           EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+    """The place of the drawn token among `tokens` logits; `rest`: what those that are not there weigh."""
+    far, far_id = tokens * 0 + NOWHERE - 1, tokens
+    zero, all_magnitudes, nearest = rest * 0, tokens * 0 + FAR + 1, tokens * 0
+    # a first bracket for logits of any scale in use, those of `draw_blocks`
+    a, b, c, d = nearest + TIERS[0], nearest + TIERS[1], nearest + TIERS[2], nearest + TIERS[3]
+    e, f, g = nearest + TIERS[4], nearest + TIERS[5], nearest + TIERS[6]
+    if top_k < vocab:
+        limit = tl.maximum(top_k, 1)
+        sa, sb, sc, sd, se, sf, sg, total, first, last = _below(
+            row_ptr, tokens, best, temperature, least, far, far_id, nearest, all_magnitudes,
+            a, b, c, d, e, f, g, all_magnitudes, False, EXACT, BLOCK, UNROLL,
         )  # fmt: skip
-        limit = _limit(tl.load(top_p_ptr + row), total)
-        if limit < total:
-            low, high, base, top = _narrow_all(
-                nearest, all_magnitudes, zero, total, limit, a, b, c, d, e, f, g, all_magnitudes,
-                sa, sb, sc, sd, se, sf, sg, total, first, last,
-            )  # fmt: skip
-            magnitude, border_id, total, turn = _border(
-                row_ptr, begin, end, vocab, best, temperature, least, far, far_id, low, high, base, top, limit,
-                board_ptr, turn, part, parts, True, EXACT, BLOCK, UNROLL, PARTS,
-            )  # fmt: skip
-            far_id = tl.where(magnitude == far, tl.minimum(far_id, border_id), border_id)
-            far = magnitude
-    else:
-        lane = tl.arange(0, BLOCK)
-        sums = tl.zeros([BLOCK], tl.int64)
-        for start in range(begin, end, BLOCK * UNROLL):
-            for i in tl.static_range(UNROLL):
-                at = start + i * BLOCK + lane
-                magnitude, amount = _measure(row_ptr, at, vocab, best, temperature, least, far, far_id, True, EXACT)
-                sums += amount
-        total = tl.sum(sums, 0)
-        if PARTS > 1:
-            slot = board_ptr + 16 * (turn + 1)
-            tl.atomic_add(slot, total, sem="relaxed")
-            _meet(board_ptr, turn, parts)
-            total = tl.load(slot, volatile=True)
-            turn += 1
-    goal = tl.minimum((tl.load(uniform_ptr + row) * total.to(tl.float64)).to(tl.int64), total - 1)
-    drawn, ours = _first_over(
-        row_ptr, begin, end, vocab, best, temperature, least, far, far_id, goal, nearest, board_ptr, board_ptr + BOARD + 2 * PARTS,
-        turn, part, parts, True, EXACT, BLOCK, UNROLL, PARTS,
+        low, high, base, top = _narrow_all(
+            nearest, all_magnitudes, zero, total, limit, a, b, c, d, e, f, g, all_magnitudes,
+            sa, sb, sc, sd, se, sf, sg, total, first, last,
+        )  # fmt: skip
+        far, far_id, _kept = _border(
+            row_ptr, tokens, best, temperature, least, far, far_id, low, high, base, top, limit, False, EXACT, BLOCK, UNROLL
+        )  # fmt: skip
+    sa, sb, sc, sd, se, sf, sg, kept, first, last = _below(
+        row_ptr, tokens, best, temperature, least, far, far_id, nearest, all_magnitudes,
+        a, b, c, d, e, f, g, all_magnitudes, True, EXACT, BLOCK, UNROLL,
     )  # fmt: skip
-    if ours:
+    limit = limit_of(top_p, kept + rest)
+    if limit < kept + rest:
+        low, high, base, top = _narrow_all(
+            nearest, all_magnitudes, zero, kept, limit, a, b, c, d, e, f, g, all_magnitudes,
+            sa, sb, sc, sd, se, sf, sg, kept, first, last,
+        )  # fmt: skip
+        magnitude, border_id, kept = _border(
+            row_ptr, tokens, best, temperature, least, far, far_id, low, high, base, top, limit, True, EXACT, BLOCK, UNROLL
+        )  # fmt: skip
+        far_id = tl.where(magnitude == far, tl.minimum(far_id, border_id), border_id)
+        far = magnitude
+    goal = goal_of(uniform, kept)
+    return _first_over(row_ptr, tokens, best, temperature, least, far, far_id, goal, nearest, True, EXACT, BLOCK, UNROLL)
+
+
+@triton.jit(do_not_specialize=["row_stride", "vocab", "has_minimum", "capacity", "over", "most"])
+def draw_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, top_k_ptr, top_p_ptr, uniform_ptr, out_ptr, plan_ptr, listed_ptr, id_ptr,
+                row_stride, vocab, has_minimum, capacity, over, most,
+                EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+    """One row with top_k or top_p, if over `over` and at most `most` tokens are to be read; its list if it has one.
+
+    `plan_ptr` [rows, 3]: see `draw_blocks.plan_kernel`; `listed_ptr` and `id_ptr` [rows, capacity].
+    """
+    row = tl.program_id(0).to(tl.int64)
+    length, rest = tl.load(plan_ptr + 3 * row + 1).to(tl.int32), tl.load(plan_ptr + 3 * row + 2)
+    row_ptr, tokens = logits_ptr + row * row_stride, vocab
+    if length > 0:
+        row_ptr, tokens = listed_ptr + row * capacity, length
+    if (tokens > over) & (tokens <= most):
+        least = least_float(tl.load(least_ptr + row) * has_minimum)
+        drawn = _place(
+            row_ptr, tokens, vocab, tl.load(best_ptr + row), tl.load(temperature_ptr + row), least,
+            tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), rest, tl.load(uniform_ptr + row), EXACT, BLOCK, UNROLL,
+        )  # fmt: skip
+        if length > 0:
+            drawn = tl.load(id_ptr + row * capacity + drawn)
         tl.store(out_ptr + row, drawn.to(tl.int64))
 
 
-def launcher(*, lists: bool, warps: int, shared: bool = False) -> Launcher:
-    """The kernel for one kind of group; 32 warps fit a multiprocessor."""
-    unroll, parts = (UNROLL, MOST_PARTS) if shared else (UNROLL if lists else 2 * UNROLL, 1)
-    constants = {"LISTS": lists, "EXACT": not INTERPRETED, "BLOCK": 32 * warps, "UNROLL": unroll, "PARTS": parts}
-    return Launcher(draw_kernel, constants, num_warps=warps, max_registers=64, cooperative=shared)
+def launchers(vocab: int) -> dict[str, Launcher]:
+    """The kernels for a vocabulary."""
+    from_blocks = {"EXACT": not INTERPRETED, "BLOCK": BLOCK}
+    parts = {"PARTS": pow2(triton.cdiv(vocab, BLOCK))}
 
+    def draws(warps: int) -> Launcher:
+        constants = {"EXACT": not INTERPRETED, "BLOCK": 32 * warps, "UNROLL": 4}
+        return Launcher(draw_kernel, constants, num_warps=warps, max_registers=64)
 
-def sharing(rows: int, vocab: int, processors: int) -> tuple[int, int]:
-    """(programs for each row, tokens of each): two programs fit a multiprocessor, and all must be there at once.
-
-    H200, 128,256 tokens with top_p: 1 row takes 55 us in place of 376, 8 rows 92 (484), 64 rows 326 (529); 128 rows lose by it.
-    """
-    sweeps = triton.cdiv(vocab, SWEEP)
-    parts = min(MOST_PARTS, 2 * processors // rows, sweeps)
-    if parts < 3:
-        return 1, vocab
-    share = triton.cdiv(sweeps, parts) * SWEEP
-    return triton.cdiv(vocab, share), share
+    return {
+        "weigh": Launcher(weigh_kernel, {"TIERED": False, **from_blocks}, num_warps=4),
+        "pick": Launcher(pick_kernel, from_blocks | parts, num_warps=8),
+        "tiers": Launcher(weigh_kernel, {"TIERED": True, **from_blocks}, num_warps=4),
+        "plan": Launcher(plan_kernel, parts, num_warps=1),
+        "list": Launcher(list_kernel, {"BLOCK": BLOCK}, num_warps=4),
+        "short": draws(WARPS[0]),
+        "long": draws(WARPS[1]),
+    }
 
 
 def bind_draw(args: DrawArgs) -> Kernel:
-    """Rows of logits may be strided. Few rows are shared among programs; more than multiprocessors share each between two."""
-    processors, vocab = target().multiprocessors, args.vocab_size
-    alone = {(lists, warps): launcher(lists=lists, warps=warps) for lists in (False, True) for warps in WARPS}
-    shared = {lists: launcher(lists=lists, warps=WARPS[0], shared=True) for lists in (False, True)}
+    """Rows of logits may be strided."""
+    vocab = args.vocab_size
+    parts, capacity, kernels = triton.cdiv(vocab, BLOCK), min(vocab, MOST_LISTED), launchers(vocab)
 
     def draw(logits: torch.Tensor, best: torch.Tensor, options: DrawOptions, uniforms: torch.Tensor) -> torch.Tensor:
-        rows, lists = logits.shape[0], options.kind != "dense"
-        out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        rows, stride = logits.shape[0], logits.stride(0)
+        least = options.top_k if options.min_weight is None else options.min_weight
+        has_minimum = int(options.min_weight is not None)
+        row = (logits, best, options.temperature)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=logits.device)
+
+        out, blocks = empty(rows), (rows, parts, 1)
         if not rows:
             return out
-        least = options.top_k if options.min_weight is None else options.min_weight
-        tensors = (logits, best, options.temperature, least, options.top_k, options.top_p, uniforms, out)
-        parts, share = (1, vocab) if INTERPRETED else sharing(rows, vocab, processors)
-        numbers = (logits.stride(0), vocab, int(options.min_weight is not None), share)
-        if parts == 1:
-            alone[lists, WARPS[rows <= processors]]((1, rows, 1), *tensors, out, *numbers, 0)
-        else:
-            board = torch.zeros((rows, BOARD.value + 3 * MOST_PARTS), dtype=torch.int64, device=logits.device)
-            shared[lists]((parts, rows, 1), *tensors, board, *numbers, board.stride(0))
+        if options.kind == "dense":
+            sums = empty(rows, parts)
+            kernels["weigh"](blocks, *row, least, sums, stride, vocab, has_minimum)
+            kernels["pick"]((rows, 1, 1), *row, least, uniforms, sums, out, stride, vocab, has_minimum, parts)
+            return out
+        sums, plan, offsets = empty(rows, 8, parts), empty(rows, 3), empty(rows, parts, dtype=torch.int32)
+        listed, ids = empty(rows, capacity, dtype=torch.float32), empty(rows, capacity, dtype=torch.int32)
+        limits = (options.top_k, options.top_p)
+        kernels["tiers"](blocks, *row, least, sums, stride, vocab, has_minimum)
+        kernels["plan"]((rows, 1, 1), sums, *limits, plan, offsets, vocab, parts, capacity)
+        kernels["list"](blocks, *row, plan, offsets, listed, ids, stride, vocab, capacity)
+        last = (*row, least, *limits, uniforms, out, plan, listed, ids, stride, vocab, has_minimum, capacity)
+        kernels["short"]((rows, 1, 1), *last, 0, SHORT)
+        if vocab > SHORT:
+            kernels["long"]((rows, 1, 1), *last, SHORT, vocab)
         return out
 
     return draw

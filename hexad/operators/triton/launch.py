@@ -95,14 +95,13 @@ class Launcher:
 
     Runtime arguments come first in the kernel's signature, constants (tl.constexpr) after them, in the order of `constants`. Integer
     arguments must be declared with `do_not_specialize` and stay below 2^31; tensors keep the dtype of the first call. The current
-    device must be the tensors' device. `max_registers` bounds a thread's registers, so that several programs share a multiprocessor. With
-    `cooperative` all programs run at once or the launch fails: they may wait for each other.
+    device must be the tensors' device. `max_registers` bounds a thread's registers, so that several programs share a multiprocessor.
 
     With `pdl` (programmatic dependent launch) programs may start before the kernel before them is done: until `gdc_wait` they may touch
     only what no kernel still running can write. Kernels here wait in every program, so waiting is transitive.
     """
 
-    __slots__ = ("_constants", "_kernel", "_options", "_ready", "_values", "cooperative", "pdl")
+    __slots__ = ("_constants", "_kernel", "_options", "_ready", "_values", "pdl")
 
     @property
     def name(self) -> str:
@@ -122,7 +121,6 @@ class Launcher:
         num_stages: int = 1,
         pdl: bool = False,
         max_registers: int | None = None,
-        cooperative: bool = False,
     ) -> None:
         self._kernel = kernel
         self._constants = constants
@@ -130,9 +128,7 @@ class Launcher:
         self._options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": pdl}
         if max_registers is not None:
             self._options["maxnreg"] = max_registers
-        if cooperative:
-            self._options["launch_cooperative_grid"] = True
-        self.pdl, self.cooperative = pdl, cooperative
+        self.pdl = pdl
         self._ready: dict[Any, tuple[Any, Any, Any]] = {}  # (device, misaligned arguments) -> launch, function, metadata
 
     def __call__(self, grid: Grid, *args: Any, serial: bool = False) -> None:
@@ -158,7 +154,7 @@ class Launcher:
         launch, function, metadata = ready
         stream = torch._C._cuda_getCurrentRawStream(device)
         pdl = self.pdl and not serial
-        launch(*grid, stream, function, self.cooperative, pdl, None, None, metadata, None, None, None, *raw, *self._values)
+        launch(*grid, stream, function, False, pdl, None, None, metadata, None, None, None, *raw, *self._values)
 
     def _load(self, grid: Grid, args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         """Compile (or find in Triton's cache) the variant for these arguments and load it on the current device."""

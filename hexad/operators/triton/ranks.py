@@ -10,7 +10,7 @@ import triton.language as tl
 from hexad.operators.args import DrawArgs
 from hexad.operators.registry import Kernel
 from hexad.operators.token_ranks import token_ranks_reference
-from hexad.operators.triton.draw import weigh
+from hexad.operators.triton.draw_blocks import weigh
 from hexad.operators.triton.launch import INTERPRETED, Launcher, pow2
 
 BLOCK = 2048
