@@ -94,14 +94,49 @@ def test_programs_of_few_threads(shape, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", ["smooth", "few values"])
-@pytest.mark.parametrize("longest", [1, 40])
-def test_rows_whose_tokens_do_not_fit_a_list_are_read_whole(shape, longest, monkeypatch):
+@pytest.mark.parametrize("longest", [1, 40, 300])
+def test_rows_whose_tokens_do_not_fit_a_list(shape, longest, monkeypatch):
+    """Their tier is divided, and where that does not help, they are read whole."""
     from hexad.operators.triton import draw
 
     fresh_seed()
     monkeypatch.setattr(draw, "MOST_LISTED", longest)
     for kind in ("short", "nucleus"):
         compare(shape, kind, 4 if INTERPRETED else 300, VOCAB, min_p=True)
+
+
+def test_flat_rows_are_divided_and_picked_from(monkeypatch):
+    """A nucleus of most of the vocabulary: an eighth of its tier is listed for the border, the draw comes from blocks."""
+    from hexad.operators.triton import draw, draw_blocks
+
+    fresh_seed()
+    states, launchers = [], draw.launchers
+
+    def watched(vocab):
+        kernels = launchers(vocab)
+        picks = kernels["pick planned"]
+
+        def pick(grid, *args):
+            states.extend(args[4][:, draw_blocks.STATE.value].tolist())
+            picks(grid, *args)
+
+        return kernels | {"pick planned": pick}
+
+    monkeypatch.setattr(draw, "launchers", watched)
+    rows, vocab = (4, 4_500) if INTERPRETED else (200, 49_152)
+    monkeypatch.setattr(draw, "MOST_LISTED", vocab // 4)
+    for scale in (0.02, 0.3, 1.0):
+        logits = (torch.randn(rows, vocab) * scale).to(DEVICE)
+        best, top_p = logits.max(dim=-1).values, [random.choice([0.5, 0.9, 0.99, 1.0]) for _ in range(rows)]
+        ones = torch.ones(rows, device=DEVICE)
+        options = DrawOptions(
+            "nucleus", ones, None, torch.full((rows,), vocab, device=DEVICE), torch.tensor(top_p, dtype=torch.float64, device=DEVICE), vocab
+        )
+        uniforms = torch.rand(rows, dtype=torch.float64, device=DEVICE)
+        uniforms[0], uniforms[-1] = 0.0, 1 - 2**-53
+        got = bind(vocab)(logits, best, options, uniforms)
+        assert torch.equal(got, draw_reference(DrawArgs(vocab, DEVICE))(logits, best, options, uniforms))
+    assert states.count(draw_blocks.DIVIDED.value) > len(states) // 3, states
 
 
 def test_a_row_of_many_blocks():

@@ -185,12 +185,17 @@ def test_token_ranks(arch):
 @pytest.mark.parametrize("arch", ARCHES)
 def test_draw(arch):
     """No program needs more registers than a multiprocessor has."""
-    kernels, row = draw.launchers(128_256), ["*fp32", "*fp32", "*fp32"]
-    for name in ("weigh", "tiers"):
-        compiled(kernels[name], [*row, "*i64", "*i64", "i32", "i32", "i32"], arch)
-    compiled(kernels["pick"], [*row, "*i64", "*fp64", "*i64", "*i64", "i32", "i32", "i32", "i32"], arch)
-    compiled(kernels["plan"], ["*i64", "*i64", "*fp64", "*i64", "*i32", "i32", "i32", "i32"], arch)
-    compiled(kernels["list"], [*row, "*i64", "*i32", "*fp32", "*i32", "i32", "i32", "i32"], arch)
-    types = [*row, "*i64", "*i64", "*fp64", "*fp64", "*i64", "*i64", "*fp32", "*i32", *["i32"] * 6]
+    kernels, row = draw.launchers(128_256), ["*fp32", "*fp32", "*fp32", "*i64"]
+    numbers = ["i32", "i32", "i32"]
+    for name in ("weigh", "weigh planned"):
+        compiled(kernels[name], [*row, "*i64", "*i64", *numbers], arch)
+    for name in ("pick", "pick planned"):
+        compiled(kernels[name], [*row, "*i64", "*fp64", "*i64", "*i64", *numbers, "i32"], arch)
+    for name in ("tiers", "tiers of planned"):
+        compiled(kernels[name], [*row, "*i64", "*i32", "*i64", *numbers], arch)
+    compiled(kernels["plan"], ["*i64", "*i64", "*fp64", "*i64", "*i32", "*i32", *numbers], arch)
+    compiled(kernels["divide"], ["*i64", "*fp64", "*i64", "*i32", "*i32", *numbers], arch)
+    compiled(kernels["list"], [*row[:3], "*i64", "*i32", "*fp32", "*i32", *numbers], arch)
     for name in ("short", "long"):
+        types = [*row, "*i64", "*fp64", "*fp64", "*i64", "*i64", "*fp32", "*i32", *numbers, "i32", "i32", "i32"]
         compiled(kernels[name], types, arch)

@@ -1,16 +1,21 @@
 """Random draws over the vocabulary without sorting: exact integers throughout, the same tokens as the reference.
 
-Blocks of the vocabulary are weighed first, each by a program of its own (`draw_blocks`). Where temperature alone matters, the block that
-holds the draw follows from that, and only it is read again. top_k and top_p each keep a prefix of the ranking; the tokens that may be in it
-are listed, in the order of their ids, and one program a row looks among them for the border: a magnitude of the shifted logit, and an id
-among the tokens that share it. The border is bracketed: one pass measures (counts, or weighs) what lies below eight candidates, three that
-quarter the bracket, so that passes are bounded, and five about the place where the border should be if tokens lay evenly. A pass is skipped
-where a row's options do not need it. A row that may keep more tokens than a list holds is read whole, by one program, which takes several
-times as long. Rows that are not finite end like any other, with a valid id that means nothing.
+Blocks of the vocabulary are weighed first, each by a program of its own (`draw_blocks`). Where all tokens are kept, the block of the draw
+follows from that, and only it is read again. top_k and top_p each keep a prefix of the ranking, so each needs one border only: a
+magnitude of the shifted logit, and an id among the tokens that share it. The blocks' weights up to seven magnitudes say between which two
+it lies. If few tokens may be kept, they are listed in the order of their ids, and one program draws from the list; else (top_p alone) the
+blocks are weighed once more to eighths of that, the eighth with the border is listed, and the row is drawn from its blocks again.
+
+In a list the border is bracketed: one pass measures (counts, or weighs) what lies below eight candidates, three that quarter the bracket,
+so that passes are bounded, and five about the place where the border should be if tokens lay evenly. What fits no list (a long top_k, very
+many equal logits) is read whole, by one program, which takes several times as long. Rows that are not finite end like any other, with a
+valid id that means nothing.
 """
 
 # mypy: allow-incomplete-defs, allow-untyped-defs
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -20,16 +25,29 @@ from hexad.operators.args import DrawArgs
 from hexad.operators.draw import DrawOptions
 from hexad.operators.registry import Kernel
 from hexad.operators.triton.draw_blocks import (
+    BASE,
     BLOCK,
+    DIVIDED,
     FAR,
+    FAR_ID,
+    HIGH,
+    LENGTH,
+    LOW,
     NOWHERE,
+    PICKED,
+    PLAN,
+    STATE,
     TIERS,
+    TOTAL,
+    WEIGHT,
+    divide_kernel,
     goal_of,
     least_float,
     limit_of,
     list_kernel,
     pick_kernel,
     plan_kernel,
+    tiers_kernel,
     tokens_at,
     weigh,
     weigh_kernel,
@@ -191,23 +209,23 @@ def _first_over(row_ptr, vocab, best, temperature, least, far, far_id, goal, onl
 
 
 @triton.jit
-def _place(row_ptr, tokens, vocab, best, temperature, least, top_k, top_p, rest, uniform,
+def _place(row_ptr, tokens, vocab, best, temperature, least, top_k, top_p, total, uniform,
            EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
-    """The place of the drawn token among `tokens` logits; `rest`: what those that are not there weigh."""
+    """The place of the drawn token among `tokens` logits. top_p is a share of `total`, or if 0 of what is there after top_k."""
     far, far_id = tokens * 0 + NOWHERE - 1, tokens
-    zero, all_magnitudes, nearest = rest * 0, tokens * 0 + FAR + 1, tokens * 0
+    zero, all_magnitudes, nearest = total * 0, tokens * 0 + FAR + 1, tokens * 0
     # a first bracket for logits of any scale in use, those of `draw_blocks`
     a, b, c, d = nearest + TIERS[0], nearest + TIERS[1], nearest + TIERS[2], nearest + TIERS[3]
     e, f, g = nearest + TIERS[4], nearest + TIERS[5], nearest + TIERS[6]
     if top_k < vocab:
         limit = tl.maximum(top_k, 1)
-        sa, sb, sc, sd, se, sf, sg, total, first, last = _below(
+        sa, sb, sc, sd, se, sf, sg, sh, first, last = _below(
             row_ptr, tokens, best, temperature, least, far, far_id, nearest, all_magnitudes,
             a, b, c, d, e, f, g, all_magnitudes, False, EXACT, BLOCK, UNROLL,
         )  # fmt: skip
         low, high, base, top = _narrow_all(
-            nearest, all_magnitudes, zero, total, limit, a, b, c, d, e, f, g, all_magnitudes,
-            sa, sb, sc, sd, se, sf, sg, total, first, last,
+            nearest, all_magnitudes, zero, sh, limit, a, b, c, d, e, f, g, all_magnitudes,
+            sa, sb, sc, sd, se, sf, sg, sh, first, last,
         )  # fmt: skip
         far, far_id, _kept = _border(
             row_ptr, tokens, best, temperature, least, far, far_id, low, high, base, top, limit, False, EXACT, BLOCK, UNROLL
@@ -216,8 +234,9 @@ def _place(row_ptr, tokens, vocab, best, temperature, least, top_k, top_p, rest,
         row_ptr, tokens, best, temperature, least, far, far_id, nearest, all_magnitudes,
         a, b, c, d, e, f, g, all_magnitudes, True, EXACT, BLOCK, UNROLL,
     )  # fmt: skip
-    limit = limit_of(top_p, kept + rest)
-    if limit < kept + rest:
+    total = tl.where(total > 0, total, kept)
+    limit = limit_of(top_p, total)
+    if limit < total:
         low, high, base, top = _narrow_all(
             nearest, all_magnitudes, zero, kept, limit, a, b, c, d, e, f, g, all_magnitudes,
             sa, sb, sc, sd, se, sf, sg, kept, first, last,
@@ -235,24 +254,35 @@ def _place(row_ptr, tokens, vocab, best, temperature, least, top_k, top_p, rest,
 def draw_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, top_k_ptr, top_p_ptr, uniform_ptr, out_ptr, plan_ptr, listed_ptr, id_ptr,
                 row_stride, vocab, has_minimum, capacity, over, most,
                 EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
-    """One row with top_k or top_p, if over `over` and at most `most` tokens are to be read; its list if it has one.
+    """One row, if over `over` and at most `most` tokens are to be read: its draw, or the border of one that is divided.
 
-    `plan_ptr` [rows, 3]: see `draw_blocks.plan_kernel`; `listed_ptr` and `id_ptr` [rows, capacity].
+    `plan_ptr` [rows, PLAN]: see `draw_blocks`; `listed_ptr` and `id_ptr` [rows, capacity].
     """
     row = tl.program_id(0).to(tl.int64)
-    length, rest = tl.load(plan_ptr + 3 * row + 1).to(tl.int32), tl.load(plan_ptr + 3 * row + 2)
+    plan = plan_ptr + PLAN * row
+    state, length = tl.load(plan + STATE), tl.load(plan + LENGTH).to(tl.int32)
     row_ptr, tokens = logits_ptr + row * row_stride, vocab
     if length > 0:
         row_ptr, tokens = listed_ptr + row * capacity, length
-    if (tokens > over) & (tokens <= most):
+    if (state != PICKED) & (tokens > over) & (tokens <= most):
         least = least_float(tl.load(least_ptr + row) * has_minimum)
-        drawn = _place(
-            row_ptr, tokens, vocab, tl.load(best_ptr + row), tl.load(temperature_ptr + row), least,
-            tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), rest, tl.load(uniform_ptr + row), EXACT, BLOCK, UNROLL,
-        )  # fmt: skip
-        if length > 0:
-            drawn = tl.load(id_ptr + row * capacity + drawn)
-        tl.store(out_ptr + row, drawn.to(tl.int64))
+        best, temperature = tl.load(best_ptr + row), tl.load(temperature_ptr + row)
+        top_k, top_p, total = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(plan + TOTAL)
+        if state == DIVIDED:
+            base, weight = tl.load(plan + BASE), tl.load(plan + WEIGHT)
+            low, high = tl.load(plan + LOW).to(tl.int32), tl.load(plan + HIGH).to(tl.int32)
+            magnitude, place, _kept = _border(
+                row_ptr, tokens, best, temperature, least, vocab * 0 + NOWHERE - 1, tokens, low, high, base * 0, weight,
+                limit_of(top_p, total) - base, True, EXACT, BLOCK, UNROLL,
+            )  # fmt: skip
+            tl.store(plan + LOW, magnitude.to(tl.int64))
+            tl.store(plan + FAR_ID, tl.load(id_ptr + row * capacity + place, mask=place < length, other=NOWHERE).to(tl.int64))
+        else:
+            uniform = tl.load(uniform_ptr + row)
+            drawn = _place(row_ptr, tokens, vocab, best, temperature, least, top_k, top_p, total, uniform, EXACT, BLOCK, UNROLL)
+            if length > 0:
+                drawn = tl.load(id_ptr + row * capacity + drawn)
+            tl.store(out_ptr + row, drawn.to(tl.int64))
 
 
 def launchers(vocab: int) -> dict[str, Launcher]:
@@ -264,14 +294,22 @@ def launchers(vocab: int) -> dict[str, Launcher]:
         constants = {"EXACT": not INTERPRETED, "BLOCK": 32 * warps, "UNROLL": 4}
         return Launcher(draw_kernel, constants, num_warps=warps, max_registers=64)
 
+    def planned(kernel: Any, warps: int, **more: int) -> dict[bool, Launcher]:
+        return {known: Launcher(kernel, {"PLANNED": known} | from_blocks | more, num_warps=warps) for known in (False, True)}
+
+    weighs, picks, tiers = planned(weigh_kernel, 4), planned(pick_kernel, 8, **parts), planned(tiers_kernel, 4)
     return {
-        "weigh": Launcher(weigh_kernel, {"TIERED": False, **from_blocks}, num_warps=4),
-        "pick": Launcher(pick_kernel, from_blocks | parts, num_warps=8),
-        "tiers": Launcher(weigh_kernel, {"TIERED": True, **from_blocks}, num_warps=4),
+        "weigh": weighs[False],
+        "pick": picks[False],
+        "tiers": tiers[False],
         "plan": Launcher(plan_kernel, parts, num_warps=1),
+        "tiers of planned": tiers[True],
+        "divide": Launcher(divide_kernel, parts, num_warps=1),
         "list": Launcher(list_kernel, {"BLOCK": BLOCK}, num_warps=4),
         "short": draws(WARPS[0]),
         "long": draws(WARPS[1]),
+        "weigh planned": weighs[True],
+        "pick planned": picks[True],
     }
 
 
@@ -284,29 +322,36 @@ def bind_draw(args: DrawArgs) -> Kernel:
         rows, stride = logits.shape[0], logits.stride(0)
         least = options.top_k if options.min_weight is None else options.min_weight
         has_minimum = int(options.min_weight is not None)
-        row = (logits, best, options.temperature)
+        i32 = torch.int32
 
         def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=logits.device)
 
-        out, blocks = empty(rows), (rows, parts, 1)
+        out, over_rows, over_blocks = empty(rows), (rows, 1, 1), (rows, parts, 1)
         if not rows:
             return out
+        row, numbers = (logits, best, options.temperature, least), (stride, vocab, has_minimum)
+        sums = empty(rows, parts)
         if options.kind == "dense":
-            sums = empty(rows, parts)
-            kernels["weigh"](blocks, *row, least, sums, stride, vocab, has_minimum)
-            kernels["pick"]((rows, 1, 1), *row, least, uniforms, sums, out, stride, vocab, has_minimum, parts)
+            kernels["weigh"](over_blocks, *row, sums, sums, *numbers)
+            kernels["pick"](over_rows, *row, sums, uniforms, sums, out, *numbers, parts)
             return out
-        sums, plan, offsets = empty(rows, 8, parts), empty(rows, 3), empty(rows, parts, dtype=torch.int32)
-        listed, ids = empty(rows, capacity, dtype=torch.float32), empty(rows, capacity, dtype=torch.int32)
+        tiers, plan = empty(rows, 8, parts), empty(rows, PLAN.value)
+        edges, offsets = empty(rows, 8, dtype=i32), empty(rows, parts, dtype=i32)
+        listed, ids = empty(rows, capacity, dtype=torch.float32), empty(rows, capacity, dtype=i32)
         limits = (options.top_k, options.top_p)
-        kernels["tiers"](blocks, *row, least, sums, stride, vocab, has_minimum)
-        kernels["plan"]((rows, 1, 1), sums, *limits, plan, offsets, vocab, parts, capacity)
-        kernels["list"](blocks, *row, plan, offsets, listed, ids, stride, vocab, capacity)
-        last = (*row, least, *limits, uniforms, out, plan, listed, ids, stride, vocab, has_minimum, capacity)
-        kernels["short"]((rows, 1, 1), *last, 0, SHORT)
+        kernels["tiers"](over_blocks, *row, plan, edges, tiers, *numbers)
+        kernels["plan"](over_rows, tiers, *limits, plan, edges, offsets, vocab, parts, capacity)
+        if capacity < vocab:
+            kernels["tiers of planned"](over_blocks, *row, plan, edges, tiers, *numbers)
+            kernels["divide"](over_rows, tiers, options.top_p, plan, edges, offsets, vocab, parts, capacity)
+        kernels["list"](over_blocks, *row[:3], plan, offsets, listed, ids, stride, vocab, capacity)
+        last = (*row, *limits, uniforms, out, plan, listed, ids, *numbers, capacity)
+        kernels["short"](over_rows, *last, 0, SHORT)
         if vocab > SHORT:
-            kernels["long"]((rows, 1, 1), *last, SHORT, vocab)
+            kernels["long"](over_rows, *last, SHORT, vocab)
+        kernels["weigh planned"](over_blocks, *row, plan, sums, *numbers)
+        kernels["pick planned"](over_rows, *row, plan, uniforms, sums, out, *numbers, parts)
         return out
 
     return draw
