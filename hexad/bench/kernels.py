@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from hexad.hardware.roofline import Work, bound
 from hexad.models.spec import ModelSpec
 from hexad.operators.load import load_operators
 
+log = logging.getLogger(__name__)
 _CACHE_BYTES = 280 * 2**20  # copies of the inputs are rotated until together they exceed any cache
 _MAX_COPIES = 64
 _COMPUTE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -54,13 +56,18 @@ def measure_case(case: Case, device: torch.device, calibrated: Device, seconds: 
     for candidate in registry.explain(case.op, case.args):
         if candidate.reasons:
             continue
-        bound_op = registry.bind(case.op, case.args, {case.op: candidate.provider})
-        prepare = bound_op.prepare
-        copies = _copies(case, prepare)
-        takes = getattr(bound_op.call, "takes", None)
-        if takes is not None and not candidate.chosen and not takes(*copies[0][0]):
-            continue  # it leaves this case to another provider
-        seconds_each = time_calls([_call(bound_op.call, case, copy) for copy in copies], device, seconds)
+        try:
+            bound_op = registry.bind(case.op, case.args, {case.op: candidate.provider})
+            copies = _copies(case, bound_op.prepare)
+            takes = getattr(bound_op.call, "takes", None)
+            if takes is not None and not candidate.chosen and not takes(*copies[0][0]):
+                continue  # it leaves this case to another provider
+            seconds_each = time_calls([_call(bound_op.call, case, copy) for copy in copies], device, seconds)
+        except Exception as error:  # whatever a library may end with: the others are timed all the same
+            if candidate.chosen:
+                raise
+            log.warning("%s does not compute %s %s: %s: %s", candidate.provider, case.op, case.label, type(error).__name__, error)
+            continue
         floor = bound(Work(case.nbytes, 0.0, {_COMPUTE[getattr(case.args, "dtype", torch.float32)]: case.flops}), calibrated).time_s
         rows.append(
             {

@@ -52,6 +52,7 @@ class HostStep:
     block_tables: list[Ints32]  # per group [B, blocks]
     max_query_len: int
     max_seq_len: int
+    max_prompt_len: int  # of the rows that are not decodes
     num_decodes: int  # leading rows with one token
     sampled: list[int]  # execution rows that sample
     sampled_slots: list[int]  # their request slots
@@ -148,6 +149,7 @@ class BatchState:
             block_tables=block_tables,
             max_query_len=widest,
             max_seq_len=longest,
+            max_prompt_len=int(seq_lens[num_decodes:].max(initial=0)),
             num_decodes=num_decodes,
             sampled=sampled,
             sampled_slots=slots[sampled].tolist(),

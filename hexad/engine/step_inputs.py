@@ -46,6 +46,7 @@ def to_device(step: HostStep, table_width: int, block_size: int, device: torch.d
             slots=wide[5 + group],
             max_query_len=step.max_query_len,
             max_seq_len=step.max_seq_len,
+            max_prompt_len=step.max_prompt_len,
             block_size=block_size,
             num_decodes=step.num_decodes,
             shared_len=narrow[2 + groups][group : group + 1] if step.shared_lens[group] else None,

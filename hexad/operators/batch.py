@@ -25,6 +25,7 @@ class AttentionBatch:
     max_seq_len: int  # an upper bound is enough
     block_size: int
     num_decodes: int  # how many rows, counted from the first, have exactly one query token (0 if unsorted)
+    max_prompt_len: int = 0  # `max_seq_len` of the rows that are not decodes; 0: not known apart
     shared_len: torch.Tensor | None = None  # [1] int32: keys, whole blocks, that all decode rows share; None: not worth a thought
     scratch: dict[str, Any] = field(default_factory=dict)  # what a provider derives once a step and reuses over the layers
 

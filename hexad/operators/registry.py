@@ -98,7 +98,10 @@ class Registry:
 
     def explain(self, op: str, args: Any, prefer: Mapping[str, str] | None = None) -> list[Candidate]:
         """Each candidate of `op` in order of preference, why it cannot serve `args`, and which one is taken."""
-        forced = _forced(prefer).get(self._known(op))
+        every = _forced(prefer)
+        for name in (*every, op):
+            self._known(name)
+        forced = every.get(op)
         ordered = sorted(self._providers[op], key=lambda p: -p.priority)
         listed, taken = [], False
         for provider in ordered:
@@ -145,7 +148,7 @@ def _forced(prefer: Mapping[str, str] | None) -> dict[str, str]:
     for item in filter(None, os.environ.get("HEXAD_OPS", "").split(",")):
         op, separator, name = item.partition("=")
         if not separator:
-            raise ConfigError(f"HEXAD_OPS has {item!r}: write op=provider, for instance attention=torch")
+            raise ConfigError(f"HEXAD_OPS has {item!r}: write op=provider, for instance paged_attention=torch")
         forced[op.strip()] = name.strip()
     return forced
 

@@ -50,7 +50,7 @@ def test_kernels_times_every_provider_that_serves(tiny, tmp_path):
 def test_profile_accounts_for_the_step(tiny, tmp_path):
     path = tmp_path / "p.json"
     done = run.invoke(app, ["profile", "--model", str(tiny), "--batch", "3", "--input-len", "8", "--steps", "6", "--by-layer", *DUMMY,
-                            "--calibration-s", "0.05", "--quiet", "--json", str(path)])  # fmt: skip
+                            "-o", "dtype=float32", "--calibration-s", "0.05", "--quiet", "--json", str(path)])  # fmt: skip
     assert done.exit_code == 0, done.output
     measured = json.loads(path.read_text())["metrics"]["3"]
     assert measured["steps"] >= 6 and 0 < measured["operators_s"] <= measured["step_s"]

@@ -13,6 +13,7 @@ from engine_driver import allocate, fresh_seed, make_executor, reference_greedy,
 from hexad.common.config import HexadConfig
 from hexad.common.errors import ConfigError, EngineDeadError, OutOfMemoryError
 from hexad.common.params import SamplingParams
+from hexad.engine.batch_state import BatchState
 from hexad.engine.executor.local import LocalExecutor, fitting
 from hexad.engine.executor.steps import LocalStep
 from hexad.engine.plan import KVLayout, KVMove, NewRequest, Row, StepPlan, TokenSegment
@@ -79,6 +80,21 @@ def row(rid: int, start: int, count: int, samples: bool = True, blocks=()) -> Ro
 
 def prompt_of(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(130) for _ in range(length)]
+
+
+def test_keys_of_prompts_are_known_apart_from_those_of_decode_rows(rng):
+    state, long = BatchState(4, 100, SIZE, 1), rng.randint(30, 40)
+
+    def step(*rows, **fields):
+        step.made = getattr(step, "made", -1) + 1
+        return state.step(StepPlan(step_id=step.made, rows=rows, num_tokens=sum(r.num_tokens for r in rows), **fields))
+
+    first = step(row(0, 0, long), new=[new(0, prompt_of(rng, long), range(1, 12))])
+    assert (first.max_seq_len, first.max_prompt_len, first.num_decodes) == (long, long, 0)
+    mixed = step(row(0, long, 1), row(1, 0, 7), new=[new(1, prompt_of(rng, 7), [12, 13])])
+    assert (mixed.max_seq_len, mixed.max_prompt_len, mixed.num_decodes) == (long + 1, 7, 1)
+    decodes = step(row(0, long + 1, 1), row(1, 7, 1))
+    assert (decodes.max_seq_len, decodes.max_prompt_len, decodes.num_decodes) == (long + 2, 0, 2)
 
 
 def test_results_keep_the_order_of_the_plan(plans, reference, rng):

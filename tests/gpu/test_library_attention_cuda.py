@@ -74,6 +74,28 @@ def test_mixed_rows_agree_with_the_reference(library, kind):
     check(call, args, *problem(args, rows))
 
 
+@pytest.mark.parametrize(("library", "kind"), [(library, kind) for library in SERVED for kind in ("plain", "window", "pages of 16")])
+def test_what_others_left_in_pages_reaches_no_row(library, kind):
+    """Not a number in every slot but the row's own, also in its last page; pages out of the window are given back."""
+    needs(library)
+    args = replace(ARGS, **KINDS[kind])
+    call = importlib.import_module(f"hexad.operators.libraries.{library}").bind(args)
+    rows = [(1, 1), (1, 777), (64, 64), (130, 513), (300, 300), (700, 1500), (513, 2049)]
+    q, kv, batch = problem(args, rows)
+    wanted = load_operators().reference("paged_attention", args)(q, kv, replace(batch, scratch={}))
+    kept = torch.zeros(kv.k.shape[:2], dtype=torch.bool)
+    table = batch.block_table.cpu()
+    for row, (queries, length) in enumerate(rows):
+        first = 0 if args.window is None else max(0, length - queries - args.window + 1)
+        table[row, : first // args.block_size] = -1
+        for place in range(first, length):
+            kept[table[row, place // args.block_size], place % args.block_size] = True
+    for pages in (kv.k, kv.v):
+        pages[~kept.cuda()] = float("nan")
+    got = call(q, kv, replace(batch, block_table=table.cuda(), scratch={}))
+    torch.testing.assert_close(got.float(), wanted.float(), atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("library", list(SERVED))
 def test_a_distant_key_counts(library):
     needs(library)

@@ -14,8 +14,9 @@ import torch
 from hexad.common.errors import ConfigError
 from hexad.operators.args import AttentionArgs
 from hexad.operators.batch import AttentionBatch, KVPages
-from hexad.operators.libraries import flash_attn, flashinfer, provider
+from hexad.operators.libraries import fastest, flash_attn, flashinfer, provider
 from hexad.operators.libraries.fastest import Fastest
+from hexad.operators.libraries.pages import own_pages
 from hexad.operators.libraries.prompts import LEAST_QUERIES, PromptAttention, parts
 from hexad.operators.libraries.prompts import bind as load_prompts
 from hexad.operators.load import load_operators
@@ -219,6 +220,10 @@ def test_compiled_code_is_kept_in_the_cache_folder(monkeypatch, tmp_path):
 
 
 def test_an_older_package_of_the_name_is_not_taken_for_it(monkeypatch):
+    monkeypatch.setattr(provider.importlib.util, "find_spec", lambda _name: object())  # FlashAttention 2 has a `cute` folder, too
+    assert provider.installed.__wrapped__("flash_attn") is False
+    monkeypatch.undo()
+    monkeypatch.setattr(provider.importlib.metadata, "version", lambda _name: "4.0.0")
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))  # no `cute` inside
     assert provider.installed.__wrapped__("flash_attn") is False
 
@@ -258,6 +263,58 @@ def test_measurement_chooses_for_each_class_of_steps(make):
     assert chosen[-3:] == [other, other, own] and len(timed) == 6
     second = Fastest(args, {"triton": own, "library": other}, seconds)  # another layer
     assert second(torch.randn(600, 4, 8).bfloat16(), None, step(make, [600], [600], 64)) is other and len(timed) == 6
+
+
+def test_a_library_that_fails_is_left_alone(make, monkeypatch, caplog):
+    args = replace(ARGS, device_type="cpu", block_size=64, scale=random.random())
+    monkeypatch.setattr(fastest, "_broken", set())
+    reference = load_operators().reference("paged_attention", args)
+    asked = []
+
+    def fails(_q, _kv, _batch):
+        asked.append(1)
+        raise RuntimeError("no nvcc")
+
+    def seconds(call):
+        call()
+        return 1.0
+
+    choose = Fastest(args, {"triton": reference, "library": fails}, seconds)
+    for queries in (600, 1200):
+        q = torch.randn(queries, 4, 8, generator=make).bfloat16()
+        kv = KVPages(*(torch.randn(PAGES, 64, 2, 8, generator=make).bfloat16() for _ in range(2)))
+        assert choose(q, kv, step(make, [queries], [queries], 64)) is reference
+    assert asked == [1] and "attention by library fails (RuntimeError: no nvcc)" in caplog.text
+    with pytest.raises(RuntimeError, match="no nvcc"):  # nothing could take its place
+        Fastest(args, {"triton": fails}, seconds)(q, kv, step(make, [600], [600], 64))
+
+
+def test_entries_without_a_page_name_another_of_the_row():
+    table = torch.tensor([[-1, 5, 2, -1], [7, -1, -1, -1], [-1, -1, -1, -1]], dtype=torch.int32)
+    none = torch.zeros(1, dtype=torch.int32)
+    batch = AttentionBatch(none, none, table, none, 1, 1, BLOCK, 0)
+    assert own_pages(batch).tolist() == [[5, 5, 2, 5], [7, 7, 7, 7], [0, 0, 0, 0]] and own_pages(batch) is own_pages(batch)
+
+
+def test_keys_of_decode_rows_are_not_the_prompts(make):
+    """A class is one of prompts: what a decode row beside them looks back on is not in it."""
+    batch = replace(step(make, [1300, 600], [1, 600], 64), num_decodes=1, max_prompt_len=600)
+    assert fastest.class_of(parts(batch)[1]) == fastest.class_of(step(make, [600], [600], 64))
+
+
+@pytest.mark.parametrize(
+    ("capability", "more", "reason"),
+    [
+        (120, {}, "does not page keys"),
+        (90, {"block_size": 128}, "read beyond a row's last key"),
+        (90, {"head_dim": 256, "window": 100}, "read beyond a row's last key"),
+    ],
+)
+def test_what_flash_attention_would_refuse_or_spoil(capability, more, reason, monkeypatch):
+    monkeypatch.setattr(provider, "installed", lambda _name: True)
+    monkeypatch.setattr(provider, "_capability", lambda: capability)
+    args = replace(ARGS, **({"head_dim": 64, "block_size": 64} | more))
+    assert any(reason in found for found in provider.reasons_of("flash_attn", args))
 
 
 def test_measured_needs_a_library(monkeypatch):

@@ -2,7 +2,8 @@
 
 The first step of each class (longest prompt to the next power of two, prompts in the step likewise, most keys behind the queries or not)
 is computed by every kernel, as often as a network has layers; one that wins by enough serves that class from then on. So the first such
-prompts wait, for a library that compiles as long as that takes, and two starts may choose differently where kernels are nearly level.
+prompts wait, for a library that compiles as long as that takes, and two starts may choose differently where kernels are nearly level. A
+library that fails is warned of and left alone from then on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ ROUNDS, LAYERS = 3, 32
 MARGIN = 0.97  # of the first kernel's time: what another has to beat
 Class = tuple[int, int, bool]
 
-_chosen: dict[AttentionArgs, dict[Class, str]] = {}  # all layers of one kind share it
+_chosen: dict[Any, dict[Class, str]] = {}  # all layers of one kind share it: by arguments, kernels and card
+_broken: set[str] = set()
 
 
 def class_of(batch: AttentionBatch) -> Class:
@@ -53,7 +55,8 @@ class Fastest:
         self, args: AttentionArgs, kernels: Mapping[str, Kernel], seconds: Callable[[Callable[[], Any]], float] = device_seconds
     ) -> None:
         self.kernels, self.seconds = kernels, seconds
-        self.chosen = _chosen.setdefault(args, {})
+        card = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self.chosen = _chosen.setdefault((args, tuple(kernels), card), {})
 
     def __call__(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch) -> Kernel:
         """Measures at the first step of a class."""
@@ -71,7 +74,15 @@ class Fastest:
                 for _ in range(LAYERS):
                     kernel(q, kv, fresh)
 
-            times[name] = self.seconds(step) / LAYERS
+            if name in _broken:
+                continue
+            try:
+                times[name] = self.seconds(step) / LAYERS
+            except Exception as error:  # whatever a library may end with
+                if not times:
+                    raise  # the package's own kernel
+                _broken.add(name)
+                log.warning("attention by %s fails (%s: %s); others serve in its place", name, type(error).__name__, error)
         first, best = next(iter(times)), min(times, key=times.__getitem__)
         winner = best if times[best] < MARGIN * times[first] else first
         listed = ", ".join(f"{name} {seconds * 1e6:.0f} us" for name, seconds in times.items())

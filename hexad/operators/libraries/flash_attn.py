@@ -13,6 +13,7 @@ import torch
 from hexad.common.cache import cache_dir
 from hexad.operators.args import AttentionArgs
 from hexad.operators.batch import AttentionBatch, KVPages
+from hexad.operators.libraries.pages import own_pages
 from hexad.operators.registry import Kernel
 
 
@@ -32,7 +33,7 @@ def bind(args: AttentionArgs) -> Kernel:
             kv.v,
             cu_seqlens_q=batch.query_start,
             seqused_k=batch.seq_lens,
-            page_table=_pages(batch),
+            page_table=own_pages(batch),
             max_seqlen_q=batch.max_query_len,
             max_seqlen_k=batch.max_seq_len,
             **options,
@@ -41,11 +42,3 @@ def bind(args: AttentionArgs) -> Kernel:
         return out.flatten(1)
 
     return paged_attention
-
-
-def _pages(batch: AttentionBatch) -> torch.Tensor:
-    """The block table without -1: a tile of keys may look up a page behind the last one, and read it before it is masked."""
-    if "flash_attn" not in batch.scratch:
-        batch.scratch["flash_attn"] = batch.block_table.clamp(min=0)
-    pages: torch.Tensor = batch.scratch["flash_attn"]
-    return pages

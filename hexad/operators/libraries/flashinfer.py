@@ -14,6 +14,7 @@ import torch
 
 from hexad.operators.args import AttentionArgs
 from hexad.operators.batch import AttentionBatch, KVPages
+from hexad.operators.libraries.pages import own_pages
 from hexad.operators.registry import Kernel
 
 WORKSPACE_BYTES = 128 << 20  # what its documentation advises
@@ -62,6 +63,6 @@ def _rows(batch: AttentionBatch) -> tuple[torch.Tensor, ...]:
     page_start[1:] = counts.cumsum(0)
     device = batch.block_table.device
     named = torch.arange(batch.block_table.shape[1]) < counts[:, None]
-    pages = batch.block_table[named.to(device)].clamp(min=0)
+    pages = own_pages(batch)[named.to(device)]
     last = lengths - (counts - 1) * batch.block_size
     return batch.query_start.to("cpu"), page_start, pages.to(torch.int32), last.to(torch.int32)

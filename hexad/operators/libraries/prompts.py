@@ -1,7 +1,8 @@
 """`paged_attention` where a library computes the long prompts of a step, and the package's own kernels all else.
 
-Decode rows, short prompts and captured steps stay with the own kernels: they split the keys of a few rows over the whole card, plan on the
-device and can be replayed, none of which the libraries do. benchmarks/gpu/library_attention.py times both at every kind of step.
+Decode rows and short prompts, which the engine captures into graphs, stay with the own kernels: they split the keys of a few rows over the
+whole card, plan on the device and can be replayed, none of which the libraries do. benchmarks/gpu/library_attention.py times both at every
+kind of step.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from hexad.operators.libraries.fastest import Fastest
 from hexad.operators.libraries.provider import LIBRARIES, MEASURED, reasons_of
 from hexad.operators.registry import Kernel
 from hexad.operators.triton.attention import bind_paged_attention
-from hexad.operators.triton.launch import capturing
 
-LEAST_QUERIES = 513  # of the longest prompt; shorter steps are replayed from graphs
+LEAST_QUERIES = 513  # of the longest prompt; steps of that many tokens are never captured
 
 
 Choice = Callable[[torch.Tensor, KVPages, AttentionBatch], Kernel]
@@ -35,7 +35,7 @@ class PromptAttention:
 
     def takes(self, q: torch.Tensor, _kv: KVPages, batch: AttentionBatch) -> bool:
         """Whether a library may compute part of this step. On tensors without memory (`hexad warm`) none does."""
-        return batch.max_query_len >= LEAST_QUERIES and not q.is_meta and not capturing(q.device)
+        return batch.max_query_len >= LEAST_QUERIES and not q.is_meta
 
     def __call__(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch) -> torch.Tensor:
         """q [T, H, D] -> [T, H * D]. Raises what the library raises, RuntimeError in general."""
@@ -59,6 +59,7 @@ def parts(batch: AttentionBatch) -> tuple[AttentionBatch, AttentionBatch]:
         )
         prompts = replace(
             batch, query_start=batch.query_start[count:] - count, num_decodes=0, shared_len=None, scratch={},
+            max_seq_len=batch.max_prompt_len or batch.max_seq_len,
             **{name: rows[name][count:] for name in rows},
         )  # fmt: skip
         batch.scratch["prompts.parts"] = decodes, prompts

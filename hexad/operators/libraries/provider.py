@@ -1,15 +1,16 @@
 """Registers attention of installed libraries: FlashAttention 4 (package flash-attn-4) and FlashInfer (flashinfer-python). Both optional.
 
 They stand behind the package's own kernels, which are chosen unless someone says otherwise: `hexad bench kernels --op paged_attention`
-times all that serve, and `HEXAD_OPS=paged_attention=flash_attn` (or `operators` in the configuration) takes one. It then computes the long
-prompts of a step (`PromptAttention`). `measured` in place of a name leaves the choice to a measurement of those that are installed
-(`Fastest`). Importing this module imports neither library.
+times all that serve, and `HEXAD_OPS=paged_attention=flash_attn` (or `operators` in the configuration) takes one. It then computes the
+prompts of a step if one has over 512 tokens in it (`PromptAttention`). `measured` in place of a name leaves the choice to a measurement
+of those that are installed (`Fastest`). Importing this module imports neither library.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ def _of_flash_attn(args: AttentionArgs, capability: int) -> list[str]:
         return [f"head size {args.head_dim} is not a multiple of 16 up to 256"]
     if capability >= 100 and 128 < args.head_dim < 256:
         return [f"head size {args.head_dim} is over 128 on a card of this kind"]
+    if capability // 10 == 12:
+        return ["it does not page keys on a card of this kind"]
+    if args.block_size >= 128 or (args.head_dim > 128 and args.window is not None):
+        # it then copies whole pages, in whose last one a number that is not finite, left by another request, would reach the result
+        return [f"pages of {args.block_size} with heads of {args.head_dim} are read beyond a row's last key"]
     return []
 
 
@@ -55,10 +61,11 @@ PRIORITY = 40  # below the own kernels
 
 @functools.cache
 def installed(name: str) -> bool:
-    """Whether the library's module is there; it is not imported (the package around it may be)."""
+    """Whether the library's package and module are there; the module is not imported (what is around it may be)."""
     try:
+        importlib.metadata.version(LIBRARIES[name].package)  # older packages may have a module of that name
         return importlib.util.find_spec(LIBRARIES[name].module) is not None
-    except (ImportError, ValueError):  # an older package of the same name
+    except (ImportError, ValueError):  # there is no such package, or no such module in it
         return False
 
 

@@ -27,6 +27,7 @@ LONG_KEYS = 1024  # an H200 took 520 us in place of 650 for 64 rows of 128 queri
 # of 1,024 tokens 36 -> 28 us, of 2,048 91 -> 78). Beyond, one head after another: what programs read together stays together in the L2
 # (16 x 512 behind 2,048: 575 -> 559 us).
 ABREAST_KEYS = 2048
+MOST_DEEP = 65_535  # programs along a grid's third axis
 PLAN_ITEMS = 16  # items a program of the plan
 Split = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]  # items, starts, partial, stats, capacity
 MANY_ROWS = 32  # from here on a row has few items
@@ -233,7 +234,8 @@ class Layout:
 
     def prompt_grid(self, batch: AttentionBatch, queries: int, rows: int) -> tuple[tuple[int, int, int], int]:
         """Programs of `queries` queries each for `rows` rows, and how many heads of a row are computed abreast."""
-        abreast = self.args.heads if batch.max_seq_len <= ABREAST_KEYS else 1
+        keys, crowded = batch.max_prompt_len or batch.max_seq_len, rows * self.args.heads > MOST_DEEP
+        abreast = self.args.heads if keys <= ABREAST_KEYS or crowded else 1
         return (abreast, triton.cdiv(batch.max_query_len, queries), rows * self.args.heads // abreast), abreast
 
     def prefill(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch, first_row: int, out: torch.Tensor) -> None:
