@@ -30,7 +30,7 @@ def _of_flash_attn(args: AttentionArgs, capability: int) -> list[str]:
         return [f"head size {args.head_dim} is over 128 on a card of this kind"]
     if capability // 10 == 12:
         return ["it does not page keys on a card of this kind"]
-    if args.block_size >= 128 or (args.head_dim > 128 and args.window is not None):
+    if args.block_size >= 128:
         # it then copies whole pages, in whose last one a number that is not finite, left by another request, would reach the result
         return [f"pages of {args.block_size} with heads of {args.head_dim} are read beyond a row's last key"]
     return []
@@ -80,6 +80,8 @@ def reasons_of(name: str, args: AttentionArgs) -> list[str]:
         reasons.append("the card is older than compute capability {}.{}".format(*divmod(library.least_capability, 10)))
     if args.dtype not in HALVES:
         reasons.append(f"queries are in {args.dtype}, not in float16 or bfloat16")
+    if args.window is not None:  # seen on a card: both read masked values there
+        reasons.append("what other requests left in pages before a window would reach the result")
     if args.kv_dtype != args.dtype:
         reasons.append(f"pages are in {args.kv_dtype}, queries in {args.dtype}")
     reasons += library.unserved(args, capability)
