@@ -113,12 +113,12 @@ def _run(model: Model, kv: KVStorage, sampler: Sampler, shape: StepShape, settin
 
 def _draw(vocab_size: int, operators: dict[str, str]) -> None:
     """Draw at random with options of every kind, with log-probabilities."""
-    rows = 2
     args = DrawArgs(vocab_size, META.type)
     draw, token_ranks = (load_operators().bind(op, args, operators).call for op in ("draw", "token_ranks"))
-    logits = torch.empty((rows, vocab_size), device=META)
-    floats, longs, doubles = (torch.empty(rows, dtype=dtype, device=META) for dtype in (torch.float32, torch.int64, torch.float64))
+    logits = torch.empty((1, vocab_size), device=META)
+    floats, longs, doubles = (torch.empty(1, dtype=dtype, device=META) for dtype in (torch.float32, torch.int64, torch.float64))
     for kind in ("dense", "short", "nucleus"):
-        options = DrawOptions(kind, floats, longs, longs, doubles, min(SHORT_LIST, vocab_size))
+        longest = min(SHORT_LIST, vocab_size) if kind == "short" else vocab_size
+        options = DrawOptions(kind, floats, longs, longs, doubles, longest)
         draw(logits, floats, options, doubles)
     token_ranks(logits, floats, longs, min(5, vocab_size))

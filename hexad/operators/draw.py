@@ -91,8 +91,10 @@ def _cut(weights: Tensor, ids: Tensor, top_k: Tensor, top_p: Tensor, total: Tens
     mass = before[:, -1]
     if total is not None:  # where top_k cuts in beyond K, the mass is not known: keep everything for now
         complete = (top_k <= ids.shape[-1]) | (ranked[:, -1] == 0)
-        mass = torch.where(complete, mass, torch.where(top_k < weights.shape[-1], torch.iinfo(torch.int64).max, total))
+        mass = torch.where(complete, mass, total)
     limit = top_p * mass.to(torch.float64)
+    if total is not None:
+        limit.masked_fill_(~complete & (top_k < weights.shape[-1]), float("inf"))
     before = before - ranked
     ranked.masked_fill_((before.to(torch.float64) >= limit[:, None]) & (place > 0), 0)
     return ranked, ids

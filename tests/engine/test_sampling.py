@@ -405,7 +405,7 @@ def _fields(params):
 def test_a_nucleus_larger_than_the_guess_gives_what_ranking_everything_gives(rng, monkeypatch, guesses):
     vocab = 2000
     options = [(1.0, 0.5, 0, 0), (2.0, 0.99, 0, 0), (0.1, 0.9, 0, 0), (2.0, 0.9, 1500, 0), (2.0, 1.0, 1200, 0.01), (0.01, 0.9, 1500, 0)]
-    options += [(1.0, 0.9, 0, 0.05), (0.3, 0.6, 1100, 0.2)]
+    options += [(1.0, 0.9, 0, 0.05), (0.3, 0.6, 1100, 0.2), (1.0, 1e-6, 1500, 0)]
     rows = [(SamplingParams(temperature=t, top_p=p, top_k=k, seed=i, min_p=m), [1], []) for i, (t, p, k, m) in enumerate(options)]
     case = Case(vocab, vocab, rows)
     logits = torch.randint(-8, 8, (len(rows), vocab)).float() / 4  # many ties

@@ -20,7 +20,6 @@ BLOCK = 64
 ARGS = AttentionArgs(32, 8, 128, 128**-0.5, None, None, BLOCK, torch.bfloat16, torch.bfloat16, "cuda")
 KINDS = {
     "plain": {},
-    "window": {"window": 200},
     "softcap": {"softcap": 30.0},
     "float16": {"dtype": torch.float16, "kv_dtype": torch.float16},
     "heads of 64, 16 to a key head": {"heads": 16, "kv_heads": 1, "head_dim": 64, "scale": 64**-0.5},
@@ -29,7 +28,7 @@ KINDS = {
     "pages of 16": {"block_size": 16},
 }
 MEASURED = "measured"
-SERVED = {"flash_attn": list(KINDS), "flashinfer": ["plain", "window", "pages of 16"]}  # a minute or two of nvcc for each of its variants
+SERVED = {"flash_attn": list(KINDS), "flashinfer": ["plain", "pages of 16"]}  # a minute or two of nvcc for each of its variants
 
 
 def problem(args, rows, num_decodes=0):
@@ -76,7 +75,7 @@ def test_mixed_rows_agree_with_the_reference(library, kind):
 
 @pytest.mark.parametrize(("library", "kind"), [(library, kind) for library in SERVED for kind in ("plain", "pages of 16")])
 def test_what_others_left_in_pages_reaches_no_row(library, kind):
-    """Not a number in every slot but the row's own, also in its last page. With a window some does: the provider refuses windows."""
+    """Not a number in every slot but the row's own, also in its last page."""
     needs(library)
     args = replace(ARGS, **KINDS[kind])
     call = importlib.import_module(f"hexad.operators.libraries.{library}").bind(args)

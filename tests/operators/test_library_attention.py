@@ -32,7 +32,7 @@ def make() -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def attend_row(q, k, v, *, scale, window, softcap):
+def attend_row(q, k, v, *, scale, softcap):
     """q [n, H, D] at the end of k, v [m, G, D], in float32."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
@@ -42,14 +42,12 @@ def attend_row(q, k, v, *, scale, window, softcap):
     n, m = q.shape[0], k.shape[0]
     place, keys = torch.arange(n)[:, None] + m - n, torch.arange(m)[None]
     seen = keys <= place
-    if window >= 0:
-        seen &= keys >= place - window
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
 
 
 def fake_flash_attn():
     def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
-                               window_size, softcap):  # fmt: skip
+                               softcap):  # fmt: skip
         assert causal and page_table.dtype == cu_seqlens_q.dtype == seqused_k.dtype == torch.int32
         assert bool((page_table >= 0).all())  # any of them may be looked up
         out = torch.zeros_like(q)
@@ -58,8 +56,7 @@ def fake_flash_attn():
             assert high - low <= max_seqlen_q and length <= max_seqlen_k
             if length:
                 keys, values = (x[page_table[row].long()].flatten(0, 1)[:length] for x in (k, v))
-                window = -1 if window_size[0] is None else window_size[0]
-                out[low:high] = attend_row(q[low:high], keys, values, scale=softmax_scale, window=window, softcap=softcap).to(q.dtype)
+                out[low:high] = attend_row(q[low:high], keys, values, scale=softmax_scale, softcap=softcap).to(q.dtype)
         return out, None
 
     package, module = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
@@ -74,12 +71,12 @@ def fake_flashinfer(plans):
             assert workspace.dtype == torch.uint8 and layout == "NHD"
 
         def plan(self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim,
-                 page_size, *, causal, sm_scale, window_left, logits_soft_cap, q_data_type, kv_data_type):  # fmt: skip
+                 page_size, *, causal, sm_scale, logits_soft_cap, q_data_type, kv_data_type):  # fmt: skip
             assert causal and (num_qo_heads, num_kv_heads, head_dim, page_size) == (4, 2, 8, BLOCK) and q_data_type == kv_data_type
             assert not qo_indptr.is_cuda and not paged_kv_indptr.is_cuda and paged_kv_indptr[-1] == len(paged_kv_indices)
             assert bool((paged_kv_last_page_len >= 1).all() and (paged_kv_last_page_len <= page_size).all())
             self.rows = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
-            self.options = {"scale": sm_scale, "window": window_left, "softcap": logits_soft_cap}
+            self.options = {"scale": sm_scale, "softcap": logits_soft_cap}
             plans.append(self)
 
         def run(self, q, kv):
@@ -114,12 +111,12 @@ def step(make, lengths, queries, block=BLOCK):
 
 
 @pytest.mark.parametrize("library", ["flash_attn", "flashinfer"])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, None), (None, 20.0)])
-def test_a_mixed_step_is_what_the_reference_gives(library, window, softcap, make, monkeypatch):
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_a_mixed_step_is_what_the_reference_gives(library, softcap, make, monkeypatch):
     plans = []
     for name, module in (fake_flash_attn() if library == "flash_attn" else fake_flashinfer(plans)).items():
         monkeypatch.setitem(sys.modules, name, module)
-    args = replace(ARGS, window=window, softcap=softcap)
+    args = replace(ARGS, softcap=softcap)
     call = {"flash_attn": flash_attn, "flashinfer": flashinfer}[library].bind(args)
     reference = load_operators().reference("paged_attention", replace(args, device_type="cpu"))
     lengths, queries = [1, 9, 16, 7, 0], [1, 1, 6, 7, 1]  # the last is a padding row
@@ -290,10 +287,10 @@ def test_a_library_that_fails_is_left_alone(make, monkeypatch, caplog):
 
 
 def test_entries_without_a_page_name_another_of_the_row():
-    table = torch.tensor([[-1, 5, 2, -1], [7, -1, -1, -1], [-1, -1, -1, -1]], dtype=torch.int32)
+    table = torch.tensor([[5, 2, -1, -1], [7, -1, -1, -1], [-1, -1, -1, -1]], dtype=torch.int32)
     none = torch.zeros(1, dtype=torch.int32)
     batch = AttentionBatch(none, none, table, none, 1, 1, BLOCK, 0)
-    assert own_pages(batch).tolist() == [[5, 5, 2, 5], [7, 7, 7, 7], [0, 0, 0, 0]] and own_pages(batch) is own_pages(batch)
+    assert own_pages(batch).tolist() == [[5, 2, 5, 5], [7, 7, 7, 7], [0, 0, 0, 0]] and own_pages(batch) is own_pages(batch)
 
 
 def test_keys_of_decode_rows_are_not_the_prompts(make):

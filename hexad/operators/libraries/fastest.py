@@ -68,14 +68,14 @@ class Fastest:
     def _measure(self, q: torch.Tensor, kv: KVPages, batch: AttentionBatch) -> str:
         times: dict[str, float] = {}
         for name, kernel in self.kernels.items():
+            if name in _broken:
+                continue
 
             def step(kernel: Kernel = kernel) -> None:
                 fresh = replace(batch, scratch={})  # what is planned once a step counts once a step
                 for _ in range(LAYERS):
                     kernel(q, kv, fresh)
 
-            if name in _broken:
-                continue
             try:
                 times[name] = self.seconds(step) / LAYERS
             except Exception as error:  # whatever a library may end with

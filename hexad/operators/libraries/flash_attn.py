@@ -23,8 +23,7 @@ def bind(args: AttentionArgs) -> Kernel:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_dir() / "flash_attn"))
     attend = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
-    window = (None, None) if args.window is None else (args.window - 1, 0)
-    options = {"softmax_scale": args.scale, "causal": True, "window_size": window, "softcap": args.softcap or 0.0}
+    options = {"softmax_scale": args.scale, "causal": True, "softcap": args.softcap or 0.0}
 
     def paged_attention(q: torch.Tensor, kv: KVPages, batch: AttentionBatch) -> torch.Tensor:
         result = attend(

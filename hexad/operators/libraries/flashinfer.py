@@ -28,7 +28,7 @@ def _workspace(device: torch.device) -> torch.Tensor:
 def bind(args: AttentionArgs) -> Kernel:
     """Raises ImportError, or what else the library's import ends with."""
     make = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
-    key = f"flashinfer {args}"  # layers of other windows have plans of their own
+    key = f"flashinfer {args}"  # layers of other kinds have plans of their own
 
     def paged_attention(q: torch.Tensor, kv: KVPages, batch: AttentionBatch) -> torch.Tensor:
         if key not in batch.scratch:
@@ -45,7 +45,6 @@ def _options(args: AttentionArgs) -> dict[str, Any]:
     return {
         "causal": True,
         "sm_scale": args.scale,
-        "window_left": -1 if args.window is None else args.window - 1,
         "logits_soft_cap": args.softcap,
         "q_data_type": args.dtype,
         "kv_data_type": args.kv_dtype,

@@ -27,9 +27,10 @@ from hexad.operators.registry import Kernel
 from hexad.operators.triton.draw_blocks import (
     BASE,
     BLOCK,
+    BORDER,
+    BORDER_ID,
     DIVIDED,
     FAR,
-    FAR_ID,
     HIGH,
     LENGTH,
     LOW,
@@ -49,6 +50,7 @@ from hexad.operators.triton.draw_blocks import (
     plan_kernel,
     tiers_kernel,
     tokens_at,
+    up_to,
     weigh,
     weigh_kernel,
 )
@@ -63,7 +65,7 @@ MOST_LISTED = 32_768  # tokens of a row's list
 def _measure(row_ptr, at, vocab, best, temperature, least, far, far_id, MASS: tl.constexpr, EXACT: tl.constexpr):
     """Magnitude, and weight (or 1) of tokens up to border (far, far_id); tokens beyond measure 0."""
     shifted, magnitude = tokens_at(row_ptr, at, vocab, best, temperature)
-    kept = (magnitude < far) | ((magnitude == far) & (at <= far_id))
+    kept = up_to(at, magnitude, far, far_id)
     if MASS:
         amount = tl.where(kept, weigh(shifted, least, EXACT), 0)
     else:
@@ -275,8 +277,8 @@ def draw_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, top_k_ptr, top
                 row_ptr, tokens, best, temperature, least, vocab * 0 + NOWHERE - 1, tokens, low, high, base * 0, weight,
                 limit_of(top_p, total) - base, True, EXACT, BLOCK, UNROLL,
             )  # fmt: skip
-            tl.store(plan + LOW, magnitude.to(tl.int64))
-            tl.store(plan + FAR_ID, tl.load(id_ptr + row * capacity + place, mask=place < length, other=NOWHERE).to(tl.int64))
+            tl.store(plan + BORDER, magnitude.to(tl.int64))
+            tl.store(plan + BORDER_ID, tl.load(id_ptr + row * capacity + place, mask=place < length, other=NOWHERE).to(tl.int64))
         else:
             uniform = tl.load(uniform_ptr + row)
             drawn = _place(row_ptr, tokens, vocab, best, temperature, least, top_k, top_p, total, uniform, EXACT, BLOCK, UNROLL)
@@ -327,6 +329,7 @@ def bind_draw(args: DrawArgs) -> Kernel:
         def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=logits.device)
 
+        some_unlimited = options.list_length >= vocab  # rows without top_k: the others are all drawn from lists
         out, over_rows, over_blocks = empty(rows), (rows, 1, 1), (rows, parts, 1)
         if not rows:
             return out
@@ -342,7 +345,7 @@ def bind_draw(args: DrawArgs) -> Kernel:
         limits = (options.top_k, options.top_p)
         kernels["tiers"](over_blocks, *row, plan, edges, tiers, *numbers)
         kernels["plan"](over_rows, tiers, *limits, plan, edges, offsets, vocab, parts, capacity)
-        if capacity < vocab:
+        if some_unlimited and capacity < vocab:
             kernels["tiers of planned"](over_blocks, *row, plan, edges, tiers, *numbers)
             kernels["divide"](over_rows, tiers, options.top_p, plan, edges, offsets, vocab, parts, capacity)
         kernels["list"](over_blocks, *row[:3], plan, offsets, listed, ids, stride, vocab, capacity)
@@ -350,8 +353,9 @@ def bind_draw(args: DrawArgs) -> Kernel:
         kernels["short"](over_rows, *last, 0, SHORT)
         if vocab > SHORT:
             kernels["long"](over_rows, *last, SHORT, vocab)
-        kernels["weigh planned"](over_blocks, *row, plan, sums, *numbers)
-        kernels["pick planned"](over_rows, *row, plan, uniforms, sums, out, *numbers, parts)
+        if some_unlimited:
+            kernels["weigh planned"](over_blocks, *row, plan, sums, *numbers)
+            kernels["pick planned"](over_rows, *row, plan, uniforms, sums, out, *numbers, parts)
         return out
 
     return draw

@@ -16,16 +16,17 @@ COUNT_BIT: tl.constexpr = tl.constexpr(52)  # a block's weight is below 2^52: it
 ONE_TOKEN: tl.constexpr = tl.constexpr(2**52)
 ALL_WEIGHT: tl.constexpr = tl.constexpr(2**52 - 1)
 # A row's plan: state, length of the list (0: there is none), magnitudes between which its tokens lie, what lies below the lower one, the
-# mass that top_p is a share of (0: what the list holds), an id beside LOW where the two are the border, what the list weighs.
-PLAN: tl.constexpr = tl.constexpr(8)
+# mass that top_p is a share of (0: what the list holds), what the list weighs, and the border of a row that is picked from.
+PLAN: tl.constexpr = tl.constexpr(9)
 STATE: tl.constexpr = tl.constexpr(0)
 LENGTH: tl.constexpr = tl.constexpr(1)
 LOW: tl.constexpr = tl.constexpr(2)
 HIGH: tl.constexpr = tl.constexpr(3)
 BASE: tl.constexpr = tl.constexpr(4)
 TOTAL: tl.constexpr = tl.constexpr(5)
-FAR_ID: tl.constexpr = tl.constexpr(6)
-WEIGHT: tl.constexpr = tl.constexpr(7)
+WEIGHT: tl.constexpr = tl.constexpr(6)
+BORDER: tl.constexpr = tl.constexpr(7)  # a magnitude; written where the plan is read, so it has a place of its own
+BORDER_ID: tl.constexpr = tl.constexpr(8)
 # states
 LISTED: tl.constexpr = tl.constexpr(0)  # all that may be kept is listed (or too much for a list): the row is drawn from that
 DIVIDED: tl.constexpr = tl.constexpr(1)  # an eighth of the tier is listed, to find the border; the row is picked from by blocks
@@ -89,9 +90,27 @@ def _count(packed):
 
 
 @triton.jit
-def _kept(at, magnitude, far, far_id):
+def up_to(at, magnitude, far, far_id):
     """Tokens up to border (far, far_id)."""
     return (magnitude < far) | ((magnitude == far) & (at <= far_id))
+
+
+@triton.jit
+def _block(logits_ptr, best_ptr, temperature_ptr, least_ptr, row, block, row_stride, vocab, has_minimum,
+           EXACT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Ids, magnitudes and weights of a block of a row."""
+    least = least_float(tl.load(least_ptr + row) * has_minimum)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    best, temperature = tl.load(best_ptr + row), tl.load(temperature_ptr + row)
+    shifted, magnitude = tokens_at(logits_ptr + row * row_stride, at, vocab, best, temperature)
+    return at, magnitude, tl.where(at < vocab, weigh(shifted, least, EXACT), 0)
+
+
+@triton.jit
+def _up_to_border(plan_ptr, row, at, magnitude, weight):
+    """Weights of tokens up to the row's border, 0 beyond."""
+    far, far_id = tl.load(plan_ptr + PLAN * row + BORDER).to(tl.int32), tl.load(plan_ptr + PLAN * row + BORDER_ID).to(tl.int32)
+    return tl.where(up_to(at, magnitude, far, far_id), weight, 0)
 
 
 @triton.jit(do_not_specialize=["row_stride", "vocab", "has_minimum"])
@@ -101,14 +120,11 @@ def weigh_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, plan_ptr, sum
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     state = tl.load(plan_ptr + PLAN * row + STATE) if PLANNED else row * 0 + PICKED
     if state != LISTED:
-        best, temperature = tl.load(best_ptr + row), tl.load(temperature_ptr + row)
-        least = least_float(tl.load(least_ptr + row) * has_minimum)
-        at = part * BLOCK + tl.arange(0, BLOCK)
-        shifted, magnitude = tokens_at(logits_ptr + row * row_stride, at, vocab, best, temperature)
-        weight = weigh(shifted, least, EXACT)
+        at, magnitude, weight = _block(
+            logits_ptr, best_ptr, temperature_ptr, least_ptr, row, part, row_stride, vocab, has_minimum, EXACT, BLOCK
+        )  # fmt: skip
         if PLANNED:
-            far, far_id = tl.load(plan_ptr + PLAN * row + LOW).to(tl.int32), tl.load(plan_ptr + PLAN * row + FAR_ID).to(tl.int32)
-            weight = tl.where(_kept(at, magnitude, far, far_id), weight, 0)
+            weight = _up_to_border(plan_ptr, row, at, magnitude, weight)
         tl.store(sum_ptr + row * tl.num_programs(1) + part, tl.sum(weight, 0))
 
 
@@ -124,15 +140,12 @@ def pick_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, plan_ptr, unif
         before = tl.cumsum(sums, 0) - sums
         block = tl.max(tl.where((part < parts) & (sums > 0) & (before <= goal), part, 0), 0)  # the last with weight that begins in time
         goal -= tl.sum(tl.where(part == block, before, 0), 0)
-        best, temperature = tl.load(best_ptr + row), tl.load(temperature_ptr + row)
-        least = least_float(tl.load(least_ptr + row) * has_minimum)
-        at = block * BLOCK + tl.arange(0, BLOCK)
-        shifted, magnitude = tokens_at(logits_ptr + row * row_stride, at, vocab, best, temperature)
-        kept = at < vocab
+        at, magnitude, weight = _block(
+            logits_ptr, best_ptr, temperature_ptr, least_ptr, row, block, row_stride, vocab, has_minimum, EXACT, BLOCK
+        )  # fmt: skip
         if PLANNED:
-            far, far_id = tl.load(plan_ptr + PLAN * row + LOW).to(tl.int32), tl.load(plan_ptr + PLAN * row + FAR_ID).to(tl.int32)
-            kept &= _kept(at, magnitude, far, far_id)
-        over = tl.cumsum(tl.where(kept, weigh(shifted, least, EXACT), 0), 0) > goal
+            weight = _up_to_border(plan_ptr, row, at, magnitude, weight)
+        over = tl.cumsum(weight, 0) > goal
         tl.store(out_ptr + row, tl.minimum(tl.min(tl.where(over, at, NOWHERE), 0), vocab - 1).to(tl.int64))
 
 
@@ -145,14 +158,13 @@ def tiers_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, plan_ptr, edg
     parts = tl.num_programs(1)
     state = tl.load(plan_ptr + PLAN * row + STATE) if PLANNED else row * 0 + DIVIDED
     if state == DIVIDED:
-        best, temperature = tl.load(best_ptr + row), tl.load(temperature_ptr + row)
-        least = least_float(tl.load(least_ptr + row) * has_minimum)
-        at = part * BLOCK + tl.arange(0, BLOCK)
-        shifted, magnitude = tokens_at(logits_ptr + row * row_stride, at, vocab, best, temperature)
+        at, magnitude, weight = _block(
+            logits_ptr, best_ptr, temperature_ptr, least_ptr, row, part, row_stride, vocab, has_minimum, EXACT, BLOCK
+        )  # fmt: skip
         counted = at < vocab
         if PLANNED:
             counted &= (magnitude >= tl.load(plan_ptr + PLAN * row + LOW)) & (magnitude < tl.load(plan_ptr + PLAN * row + HIGH))
-        amount = tl.where(counted, weigh(shifted, least, EXACT) + ONE_TOKEN, 0)
+        amount = tl.where(counted, weight + ONE_TOKEN, 0)
         line = sum_ptr + row * 8 * parts + part
         for tier in tl.static_range(7):
             edge = tl.load(edge_ptr + row * 8 + tier) if PLANNED else TIERS[tier]
@@ -196,12 +208,13 @@ def plan_kernel(sum_ptr, top_k_ptr, top_p_ptr, plan_ptr, edge_ptr, offset_ptr, v
     line = plan_ptr + PLAN * row
     tl.store(line + STATE, state)
     tl.store(line + LENGTH, tl.where(fits & (state == LISTED), length, 0))
-    tl.store(line + LOW, tl.where(state == PICKED, NOWHERE - 1, tl.where(divided, low, 0)))
+    tl.store(line + LOW, tl.where(divided, low, 0))
     tl.store(line + HIGH, high)
     tl.store(line + BASE, tl.where(divided, base, 0))
     tl.store(line + TOTAL, tl.where(top_k < vocab, 0, total))
-    tl.store(line + FAR_ID, vocab)
-    for step in tl.static_range(8):
+    tl.store(line + BORDER, row * 0 + NOWHERE - 1)  # all are kept
+    tl.store(line + BORDER_ID, vocab)
+    for step in tl.static_range(7):
         tl.store(edge_ptr + row * 8 + step, _edge(low, high, step + 1))
     tl.store(offset_ptr + row * parts + part, (tl.cumsum(counts, 0) - counts).to(tl.int32), mask=inside)
 
