@@ -11,47 +11,32 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hexad.bench import inprocess
 from hexad.bench.ceilings import calibrated_now
 from hexad.bench.faces import Prompt
 from hexad.bench.facts import read_facts
+from hexad.bench.inprocess import InProcess
 from hexad.bench.loads import random_prompts
 from hexad.bench.results import new_result
 from hexad.bench.runs import step_time_s
 from hexad.bench.shapes import is_shape, resolve_model
-from hexad.common.params import SamplingParams
 
 WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {},
+    "greedy": {"temperature": 0.0},
     "temperature 0.8": {"temperature": 0.8},
     "top_k 40": {"temperature": 0.8, "top_k": 40},
     "top_p 0.95": {"temperature": 0.8, "top_p": 0.95},
-    "5 log-probabilities": {"logprobs": 5},
-    "presence penalty": {"presence_penalty": 0.5},
+    "5 log-probabilities": {"temperature": 0.0, "logprobs": 5},
+    "presence penalty": {"temperature": 0.0, "presence_penalty": 0.5},
 }
 
 
-@dataclass
-class Sampled:
-    """An engine in this process whose requests are sampled in one of the ways."""
-
-    face: inprocess.InProcess
-    way: str = "greedy"
-
-    def __post_init__(self) -> None:
-        inprocess.SamplingParams = self._params  # type: ignore[misc,assignment]
-
-    def _params(self, **options: Any) -> SamplingParams:
-        return SamplingParams(**(options | WAYS[self.way]))
-
-    def step_ms(self, way: str, prompts: Sequence[Prompt], output_tokens: int) -> float:
-        self.way = way
-        self.face.run(prompts, min(16, output_tokens))  # captures graphs, compiles
-        return 1e3 * step_time_s(self.face.run(prompts, output_tokens))
+def step_ms(face: InProcess, sampling: dict[str, Any], prompts: Sequence[Prompt], output_tokens: int) -> float:
+    face.sampling = sampling
+    face.run(prompts, min(16, output_tokens))  # captures graphs, compiles
+    return 1e3 * step_time_s(face.run(prompts, output_tokens))
 
 
 def main() -> None:
@@ -72,18 +57,18 @@ def main() -> None:
         result["device"] = {"name": result["calibration"]["device"]}
     shape = {"load_format": "dummy"} if is_shape(args.model) else {}
     defaults = {"max_num_seqs": max(batches), "max_model_len": args.input_len + args.output_len + 1}
-    sampled = Sampled(inprocess.InProcess(resolve_model(args.model), shape | defaults | options))
+    face = InProcess(resolve_model(args.model), shape | defaults | options)
     table: dict[str, dict[str, float]] = {}
     result["metrics"] = {"ms_per_step": table}
     for batch in batches:
         prompts = random_prompts(batch, args.input_len, spec.vocab_size, seed=batch)
         row = table[str(batch)] = {}
-        for way in WAYS:
-            row[way] = sampled.step_ms(way, prompts, args.output_len)
+        for way, sampling in WAYS.items():
+            row[way] = step_ms(face, sampling, prompts, args.output_len)
             result["partial"] = len(table) < len(batches) or len(row) < len(WAYS)
             args.file.write_text(json.dumps(result))
         print(f"{batch:4d} rows, ms a step: " + "  ".join(f"{way} {ms:.3f}" for way, ms in row.items()), flush=True)
-    sampled.face.close()
+    face.close()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class InProcess:
     """Builds an engine from flat options (`dtype=`, `max_num_seqs=`, ...) and owns it."""
 
     def __init__(self, model: str, options: Mapping[str, Any], *, detokenize: bool = True) -> None:
-        """Load the model.
+        """Load the model. `sampling` may be given other parameters than greedy ones afterwards (fields of `SamplingParams`).
 
         Raises:
             StartupError: a bad option, a model that cannot be read, or too little memory.
@@ -34,6 +34,7 @@ class InProcess:
         self._core = self._engine.core
         self.vocab_size: int = self._engine.welcome.vocab_size
         self._tokenizer = _tokenizer(model) if detokenize else None
+        self.sampling: dict[str, Any] = {"temperature": 0.0}
         self._records: list[Record] = []
         self._next_id = 0
 
@@ -75,7 +76,7 @@ class InProcess:
         tick: Tick = no_tick,
     ) -> list[Record]:
         """See `Face.run`. A failure of one request is its record's `error`."""
-        params = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+        params = SamplingParams(**self.sampling, max_tokens=output_tokens, ignore_eos=True)
         arrivals = _arrivals(len(prompts), request_rate)
         self._records = []
         live: Live = {}
