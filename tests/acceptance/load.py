@@ -33,7 +33,7 @@ async def _ask(http: httpx.AsyncClient, body: dict[str, Any]) -> str:
     text, last = "", ""
     async with http.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200
-        for line in (await answer.aread()).decode().split("\n"):  # not at the other separators that a made-up text may have
+        async for line in answer.aiter_lines():  # splits at U+2028 and its like, which a made-up text may have
             if line.startswith("data: {"):
                 for choice in httpx.Response(200, content=line[6:]).json()["choices"]:
                     text += choice["text"]

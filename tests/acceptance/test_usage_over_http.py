@@ -27,7 +27,7 @@ def streamed(http: httpx.Client, body: dict[str, Any]) -> tuple[dict[int, str], 
     ids: dict[int, list[int]] = {}
     chunks = []
     with http.stream("POST", "/v1/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}}) as answer:
-        for line in answer.read().decode().split("\n"):  # events end at newlines alone; a made-up text has other separators in it
+        for line in answer.iter_lines():  # splits at U+2028 and its like, which a made-up text may have
             if line.startswith("data: {"):
                 chunks.append(json.loads(line[6:]))
     for chunk in chunks:

@@ -12,7 +12,11 @@ import openai
 import pytest
 from api_stub import Running, StubEngine, fresh_seed, serving
 
+from hexad.application.api import wire
+from hexad.common.errors import RequestError
+
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 60}
+LINE_ENDS = "\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"  # what `iter_lines` of Python's clients takes for the end of a line, beside \n
 
 
 def events(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -263,11 +267,20 @@ def test_openai_client(server: Running) -> None:
         client.completions.create(model="m", prompt="x", temperature=3)
 
 
+def test_an_event_is_one_line_for_every_client() -> None:
+    text = "".join(map(chr, range(0x3100))) + "🦜"
+    for frame in (wire.frame({"text": text}), wire.error_frame(RequestError(text))):
+        line, empty = frame.decode().split("\n", 1)
+        assert empty == "\n" and line.splitlines() == [line]
+    assert json.loads(wire.encode([text])) == [text]
+    assert "東京 é".encode() in wire.encode("東京 é")  # other text is not blown up
+
+
 def test_random_texts_and_cuts_join_to_the_whole() -> None:
     import random
 
     rng = random.Random(fresh_seed())
-    alphabet = "ab é東🦜\n\u0000"
+    alphabet = "ab é東🦜\n\u0000" + LINE_ENDS
     engine = StubEngine(context=4096)
     with serving(engine) as server, httpx.Client(base_url=server.url, timeout=20) as http:
         for _ in range(25):

@@ -12,9 +12,20 @@ from msgspec import UNSET, UnsetType
 
 from hexad.common.errors import HexadError
 
-encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": heartbeat\n\n"
+# SSE ends lines at CR and LF alone, but httpx's and requests' `iter_lines` at these too: they travel as JSON escapes
+_LINE_ENDS = [(end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029"]
+
+
+def encode(value: Any) -> bytes:
+    """JSON on one line, by anybody's idea of a line."""
+    data = _encode(value)
+    if not data.isascii():
+        for end, escape in _LINE_ENDS:
+            data = data.replace(end, escape)
+    return data
 
 
 def frame(value: Any) -> bytes:
