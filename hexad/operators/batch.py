@@ -29,6 +29,11 @@ class AttentionBatch:
     shared_len: torch.Tensor | None = None  # [1] int32: keys, whole blocks, that all decode rows share; None: not worth a thought
     scratch: dict[str, Any] = field(default_factory=dict)  # what a provider derives once a step and reuses over the layers
 
+    @property
+    def prompt_keys(self) -> int:
+        """No row that is not a decode has more keys."""
+        return self.max_prompt_len or self.max_seq_len
+
 
 @dataclass(slots=True)
 class KVPages:

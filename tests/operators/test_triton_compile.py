@@ -194,7 +194,7 @@ def test_draw(arch):
     for name in ("tiers", "tiers of planned"):
         compiled(kernels[name], [*row, "*i64", "*i32", "*i64", *numbers], arch)
     compiled(kernels["plan"], ["*i64", "*i64", "*fp64", "*i64", "*i32", "*i32", *numbers], arch)
-    compiled(kernels["divide"], ["*i64", "*fp64", "*i64", "*i32", "*i32", *numbers], arch)
+    compiled(kernels["divide"], ["*i64", "*i64", "*i32", "*i32", *numbers], arch)
     compiled(kernels["list"], [*row[:3], "*i64", "*i32", "*fp32", "*i32", *numbers], arch)
     for name in ("short", "long"):
         types = [*row, "*i64", "*fp64", "*fp64", "*i64", "*i64", "*fp32", "*i32", *numbers, "i32", "i32", "i32"]

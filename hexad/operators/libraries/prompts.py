@@ -59,7 +59,7 @@ def parts(batch: AttentionBatch) -> tuple[AttentionBatch, AttentionBatch]:
         )
         prompts = replace(
             batch, query_start=batch.query_start[count:] - count, num_decodes=0, shared_len=None, scratch={},
-            max_seq_len=batch.max_prompt_len or batch.max_seq_len,
+            max_seq_len=batch.prompt_keys,
             **{name: rows[name][count:] for name in rows},
         )  # fmt: skip
         batch.scratch["prompts.parts"] = decodes, prompts

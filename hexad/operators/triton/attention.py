@@ -234,7 +234,7 @@ class Layout:
 
     def prompt_grid(self, batch: AttentionBatch, queries: int, rows: int) -> tuple[tuple[int, int, int], int]:
         """Programs of `queries` queries each for `rows` rows, and how many heads of a row are computed abreast."""
-        keys, crowded = batch.max_prompt_len or batch.max_seq_len, rows * self.args.heads > MOST_DEEP
+        keys, crowded = batch.prompt_keys, rows * self.args.heads > MOST_DEEP
         abreast = self.args.heads if keys <= ABREAST_KEYS or crowded else 1
         return (abreast, triton.cdiv(batch.max_query_len, queries), rows * self.args.heads // abreast), abreast
 

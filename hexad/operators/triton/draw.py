@@ -15,6 +15,7 @@ valid id that means nothing.
 # mypy: allow-incomplete-defs, allow-untyped-defs
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from hexad.operators.args import DrawArgs
 from hexad.operators.draw import DrawOptions
 from hexad.operators.registry import Kernel
 from hexad.operators.triton.draw_blocks import (
-    BASE,
     BLOCK,
     BORDER,
     BORDER_ID,
@@ -33,6 +33,7 @@ from hexad.operators.triton.draw_blocks import (
     FAR,
     HIGH,
     LENGTH,
+    LIMIT,
     LOW,
     NOWHERE,
     PICKED,
@@ -211,45 +212,45 @@ def _first_over(row_ptr, vocab, best, temperature, least, far, far_id, goal, onl
 
 
 @triton.jit
+def _cut(row_ptr, tokens, best, temperature, least, far, far_id, wanted, total,
+         MASS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+    """The border moved to where no more lies up to it than is wanted, and what lies up to it.
+
+    Wanted are so many tokens, or where MASS such a share of `total` (0: of what lies up to the border that is given).
+    """
+    # a first bracket for logits of any scale in use, that of `draw_blocks`
+    nearest, beyond = tokens * 0, tokens * 0 + FAR + 1
+    a, b, c, d = nearest + TIERS[0], nearest + TIERS[1], nearest + TIERS[2], nearest + TIERS[3]
+    e, f, g = nearest + TIERS[4], nearest + TIERS[5], nearest + TIERS[6]
+    sa, sb, sc, sd, se, sf, sg, kept, first, last = _below(
+        row_ptr, tokens, best, temperature, least, far, far_id, nearest, beyond, a, b, c, d, e, f, g, beyond, MASS, EXACT, BLOCK, UNROLL
+    )  # fmt: skip
+    if MASS:
+        limit = limit_of(wanted, tl.where(total > 0, total, kept))
+    else:
+        limit = tl.maximum(wanted, 1)
+    if limit < kept:
+        low, high, base, top = _narrow_all(
+            nearest, beyond, kept * 0, kept, limit, a, b, c, d, e, f, g, beyond, sa, sb, sc, sd, se, sf, sg, kept, first, last
+        )  # fmt: skip
+        magnitude, border_id, kept = _border(
+            row_ptr, tokens, best, temperature, least, far, far_id, low, high, base, top, limit, MASS, EXACT, BLOCK, UNROLL
+        )  # fmt: skip
+        far_id = tl.where(magnitude == far, tl.minimum(far_id, border_id), border_id)
+        far = magnitude
+    return far, far_id, kept
+
+
+@triton.jit
 def _place(row_ptr, tokens, vocab, best, temperature, least, top_k, top_p, total, uniform,
            EXACT: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
     """The place of the drawn token among `tokens` logits. top_p is a share of `total`, or if 0 of what is there after top_k."""
     far, far_id = tokens * 0 + NOWHERE - 1, tokens
-    zero, all_magnitudes, nearest = total * 0, tokens * 0 + FAR + 1, tokens * 0
-    # a first bracket for logits of any scale in use, those of `draw_blocks`
-    a, b, c, d = nearest + TIERS[0], nearest + TIERS[1], nearest + TIERS[2], nearest + TIERS[3]
-    e, f, g = nearest + TIERS[4], nearest + TIERS[5], nearest + TIERS[6]
     if top_k < vocab:
-        limit = tl.maximum(top_k, 1)
-        sa, sb, sc, sd, se, sf, sg, sh, first, last = _below(
-            row_ptr, tokens, best, temperature, least, far, far_id, nearest, all_magnitudes,
-            a, b, c, d, e, f, g, all_magnitudes, False, EXACT, BLOCK, UNROLL,
-        )  # fmt: skip
-        low, high, base, top = _narrow_all(
-            nearest, all_magnitudes, zero, sh, limit, a, b, c, d, e, f, g, all_magnitudes,
-            sa, sb, sc, sd, se, sf, sg, sh, first, last,
-        )  # fmt: skip
-        far, far_id, _kept = _border(
-            row_ptr, tokens, best, temperature, least, far, far_id, low, high, base, top, limit, False, EXACT, BLOCK, UNROLL
-        )  # fmt: skip
-    sa, sb, sc, sd, se, sf, sg, kept, first, last = _below(
-        row_ptr, tokens, best, temperature, least, far, far_id, nearest, all_magnitudes,
-        a, b, c, d, e, f, g, all_magnitudes, True, EXACT, BLOCK, UNROLL,
-    )  # fmt: skip
-    total = tl.where(total > 0, total, kept)
-    limit = limit_of(top_p, total)
-    if limit < total:
-        low, high, base, top = _narrow_all(
-            nearest, all_magnitudes, zero, kept, limit, a, b, c, d, e, f, g, all_magnitudes,
-            sa, sb, sc, sd, se, sf, sg, kept, first, last,
-        )  # fmt: skip
-        magnitude, border_id, kept = _border(
-            row_ptr, tokens, best, temperature, least, far, far_id, low, high, base, top, limit, True, EXACT, BLOCK, UNROLL
-        )  # fmt: skip
-        far_id = tl.where(magnitude == far, tl.minimum(far_id, border_id), border_id)
-        far = magnitude
+        far, far_id, _kept = _cut(row_ptr, tokens, best, temperature, least, far, far_id, top_k, total, False, EXACT, BLOCK, UNROLL)
+    far, far_id, kept = _cut(row_ptr, tokens, best, temperature, least, far, far_id, top_p, total, True, EXACT, BLOCK, UNROLL)
     goal = goal_of(uniform, kept)
-    return _first_over(row_ptr, tokens, best, temperature, least, far, far_id, goal, nearest, True, EXACT, BLOCK, UNROLL)
+    return _first_over(row_ptr, tokens, best, temperature, least, far, far_id, goal, far, True, EXACT, BLOCK, UNROLL)
 
 
 @triton.jit(do_not_specialize=["row_stride", "vocab", "has_minimum", "capacity", "over", "most"])
@@ -269,18 +270,18 @@ def draw_kernel(logits_ptr, best_ptr, temperature_ptr, least_ptr, top_k_ptr, top
     if (state != PICKED) & (tokens > over) & (tokens <= most):
         least = least_float(tl.load(least_ptr + row) * has_minimum)
         best, temperature = tl.load(best_ptr + row), tl.load(temperature_ptr + row)
-        top_k, top_p, total = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(plan + TOTAL)
         if state == DIVIDED:
-            base, weight = tl.load(plan + BASE), tl.load(plan + WEIGHT)
+            limit, weight = tl.load(plan + LIMIT), tl.load(plan + WEIGHT)
             low, high = tl.load(plan + LOW).to(tl.int32), tl.load(plan + HIGH).to(tl.int32)
             magnitude, place, _kept = _border(
-                row_ptr, tokens, best, temperature, least, vocab * 0 + NOWHERE - 1, tokens, low, high, base * 0, weight,
-                limit_of(top_p, total) - base, True, EXACT, BLOCK, UNROLL,
+                row_ptr, tokens, best, temperature, least, vocab * 0 + NOWHERE - 1, tokens, low, high, weight * 0, weight, limit,
+                True, EXACT, BLOCK, UNROLL,
             )  # fmt: skip
             tl.store(plan + BORDER, magnitude.to(tl.int64))
             tl.store(plan + BORDER_ID, tl.load(id_ptr + row * capacity + place, mask=place < length, other=NOWHERE).to(tl.int64))
         else:
-            uniform = tl.load(uniform_ptr + row)
+            top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+            total, uniform = tl.load(plan + TOTAL), tl.load(uniform_ptr + row)
             drawn = _place(row_ptr, tokens, vocab, best, temperature, least, top_k, top_p, total, uniform, EXACT, BLOCK, UNROLL)
             if length > 0:
                 drawn = tl.load(id_ptr + row * capacity + drawn)
@@ -324,11 +325,7 @@ def bind_draw(args: DrawArgs) -> Kernel:
         rows, stride = logits.shape[0], logits.stride(0)
         least = options.top_k if options.min_weight is None else options.min_weight
         has_minimum = int(options.min_weight is not None)
-        i32 = torch.int32
-
-        def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=logits.device)
-
+        i32, empty = torch.int32, functools.partial(torch.empty, dtype=torch.int64, device=logits.device)
         some_unlimited = options.list_length >= vocab  # rows without top_k: the others are all drawn from lists
         out, over_rows, over_blocks = empty(rows), (rows, 1, 1), (rows, parts, 1)
         if not rows:
@@ -347,7 +344,7 @@ def bind_draw(args: DrawArgs) -> Kernel:
         kernels["plan"](over_rows, tiers, *limits, plan, edges, offsets, vocab, parts, capacity)
         if some_unlimited and capacity < vocab:
             kernels["tiers of planned"](over_blocks, *row, plan, edges, tiers, *numbers)
-            kernels["divide"](over_rows, tiers, options.top_p, plan, edges, offsets, vocab, parts, capacity)
+            kernels["divide"](over_rows, tiers, plan, edges, offsets, vocab, parts, capacity)
         kernels["list"](over_blocks, *row[:3], plan, offsets, listed, ids, stride, vocab, capacity)
         last = (*row, *limits, uniforms, out, plan, listed, ids, *numbers, capacity)
         kernels["short"](over_rows, *last, 0, SHORT)

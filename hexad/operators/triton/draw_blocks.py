@@ -15,15 +15,16 @@ TIERS: tl.constexpr = tl.constexpr((0x3D800000, 0x3E800000, 0x3F800000, 0x404000
 COUNT_BIT: tl.constexpr = tl.constexpr(52)  # a block's weight is below 2^52: its count of tokens goes above
 ONE_TOKEN: tl.constexpr = tl.constexpr(2**52)
 ALL_WEIGHT: tl.constexpr = tl.constexpr(2**52 - 1)
-# A row's plan: state, length of the list (0: there is none), magnitudes between which its tokens lie, what lies below the lower one, the
-# mass that top_p is a share of (0: what the list holds), what the list weighs, and the border of a row that is picked from.
+# A row's plan: state, length of the list (0: there is none), magnitudes between which its tokens lie, the mass that top_p is a share of
+# (0: what the list holds). Of a row that is divided: what must lie between the lower magnitude and the border, what the list weighs. And
+# the border of one that is picked from.
 PLAN: tl.constexpr = tl.constexpr(9)
 STATE: tl.constexpr = tl.constexpr(0)
 LENGTH: tl.constexpr = tl.constexpr(1)
 LOW: tl.constexpr = tl.constexpr(2)
 HIGH: tl.constexpr = tl.constexpr(3)
-BASE: tl.constexpr = tl.constexpr(4)
-TOTAL: tl.constexpr = tl.constexpr(5)
+TOTAL: tl.constexpr = tl.constexpr(4)
+LIMIT: tl.constexpr = tl.constexpr(5)
 WEIGHT: tl.constexpr = tl.constexpr(6)
 BORDER: tl.constexpr = tl.constexpr(7)  # a magnitude; written where the plan is read, so it has a place of its own
 BORDER_ID: tl.constexpr = tl.constexpr(8)
@@ -210,8 +211,8 @@ def plan_kernel(sum_ptr, top_k_ptr, top_p_ptr, plan_ptr, edge_ptr, offset_ptr, v
     tl.store(line + LENGTH, tl.where(fits & (state == LISTED), length, 0))
     tl.store(line + LOW, tl.where(divided, low, 0))
     tl.store(line + HIGH, high)
-    tl.store(line + BASE, tl.where(divided, base, 0))
     tl.store(line + TOTAL, tl.where(top_k < vocab, 0, total))
+    tl.store(line + LIMIT, limit - base)
     tl.store(line + BORDER, row * 0 + NOWHERE - 1)  # all are kept
     tl.store(line + BORDER_ID, vocab)
     for step in tl.static_range(7):
@@ -220,14 +221,13 @@ def plan_kernel(sum_ptr, top_k_ptr, top_p_ptr, plan_ptr, edge_ptr, offset_ptr, v
 
 
 @triton.jit(do_not_specialize=["vocab", "parts", "capacity"])
-def divide_kernel(sum_ptr, top_p_ptr, plan_ptr, edge_ptr, offset_ptr, vocab, parts, capacity, PARTS: tl.constexpr):
+def divide_kernel(sum_ptr, plan_ptr, edge_ptr, offset_ptr, vocab, parts, capacity, PARTS: tl.constexpr):
     """The eighth of a row's tier in which its border lies, for the rows that are to be divided."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
     plan = plan_ptr + PLAN * row
     if tl.load(plan + STATE) == DIVIDED:
         line, inside = sum_ptr + row * 8 * parts + part, part < parts
-        limit = limit_of(tl.load(top_p_ptr + row), tl.load(plan + TOTAL)) - tl.load(plan + BASE)
-        low, high = tl.load(plan + LOW), tl.load(plan + HIGH)
+        limit, low, high = tl.load(plan + LIMIT), tl.load(plan + LOW), tl.load(plan + HIGH)
         chosen, below = tl.load(line + 7 * parts, mask=inside, other=0), tl.zeros([PARTS], tl.int64)
         searching = row == row
         for tier in tl.static_range(7):
@@ -245,7 +245,7 @@ def divide_kernel(sum_ptr, top_p_ptr, plan_ptr, edge_ptr, offset_ptr, vocab, par
         tl.store(plan + LENGTH, tl.where(fits, length, 0))
         tl.store(plan + LOW, low)
         tl.store(plan + HIGH, high)
-        tl.store(plan + BASE, tl.load(plan + BASE) + before)
+        tl.store(plan + LIMIT, limit - before)
         tl.store(plan + WEIGHT, tl.sum(_weight(chosen), 0) - before)
         tl.store(offset_ptr + row * parts + part, (tl.cumsum(counts, 0) - counts).to(tl.int32), mask=inside)
 

@@ -3,6 +3,8 @@
 # mypy: allow-incomplete-defs, allow-untyped-defs
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -76,11 +78,7 @@ def bind_token_ranks(args: DrawArgs) -> Kernel:
         if top > LONGEST:
             listed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = by_torch(logits, best, token_ids, top)
             return listed
-        rows = logits.shape[0]
-
-        def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=logits.device)
-
+        rows, empty = logits.shape[0], functools.partial(torch.empty, dtype=torch.int64, device=logits.device)
         ranks, top_ids, totals = empty(rows), empty(rows, top), empty(rows)
         if rows:
             key, before, weight = empty(rows, parts, top), empty(rows, parts, dtype=torch.int32), empty(rows, parts)
