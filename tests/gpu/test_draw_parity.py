@@ -137,8 +137,11 @@ def test_flat_rows_are_divided_and_picked_from(monkeypatch):
         got = bind(vocab)(logits, best, options, uniforms)
         assert torch.equal(got, draw_reference(DrawArgs(vocab, DEVICE))(logits, best, options, uniforms))
     assert len(states) == 3
+    divided, picked = draw_blocks.DIVIDED.value, draw_blocks.PICKED.value
     for state in states:  # 0.5 and 0.9 are divided where an eighth of their tier fits a list
-        assert set(state[2::4]) == {draw_blocks.DIVIDED.value} and set(state[3::4]) == {draw_blocks.PICKED.value}, states
+        assert set(state[2::4]) == {divided}, states
+        assert set(state[3::4]) <= {divided, picked}, states  # a whole of over 2**53, rounded, may lie above its own limit
+    assert set(states[-1][3::4]) == {picked}, states
 
 
 def test_a_row_of_many_blocks():

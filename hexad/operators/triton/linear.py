@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from hexad.operators.args import ActArgs, LinearArgs
 from hexad.operators.fused import FusedLinearArgs, Prepared
 from hexad.operators.registry import Kernel
+from hexad.operators.triton.blaslt import Multiply, chosen
 from hexad.operators.triton.gemv import finish_kernel, gemv_kernel, skinny_kernel, stream_kernel
 from hexad.operators.triton.launch import INTERPRETED, Launcher, target
 from hexad.operators.triton.rows import bind_gated_act
@@ -138,11 +139,21 @@ def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
     return other if tensor is None else tensor
 
 
+def _many(args: LinearArgs | FusedLinearArgs, *, add: bool = False) -> Multiply | None:
+    """The library's algorithm for many rows, where the table names one."""
+    if args.bias or args.dtype != torch.bfloat16:
+        return None
+    return chosen(target().name, args.out_features, args.in_features, add=add)
+
+
 def bind_linear(args: LinearArgs) -> Kernel:
     product = Product(FusedLinearArgs(args.in_features, args.out_features, args.bias, args.dtype, args.device_type), "linear")
+    many = _many(args)
 
     def linear(x: torch.Tensor, prepared: Prepared) -> torch.Tensor:
         out = product.few(x, prepared, None)
+        if out is None and many is not None:
+            out = many(x, prepared[0], None)
         return F.linear(x, prepared[0], prepared[1]) if out is None else out
 
     linear.product = product  # type: ignore[attr-defined]  # what tuning changes
@@ -166,10 +177,13 @@ def bind_gated_linear(args: FusedLinearArgs) -> Kernel:
 
 def bind_linear_add(args: FusedLinearArgs) -> Kernel:
     product = Product(args, "linear_add")
+    many = _many(args, add=True)
 
     def linear_add(x: torch.Tensor, residual: torch.Tensor, prepared: Prepared) -> torch.Tensor:
         if product.few(x, prepared, residual) is None:
             weight, bias = prepared
+            if many is not None and many(x, weight, residual) is not None:
+                return residual
             residual.addmm_(x, weight.t())
             if bias is not None:
                 residual.add_(bias)
