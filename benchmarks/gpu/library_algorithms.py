@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from hexad.bench.results import tree_hash
 from hexad.operators.triton.blaslt import ATTRIBUTES, Algo, Algorithm, BlasLt, Layouts, on_device
 
 SHAPES = {"gate_up": (28672, 4096), "down": (4096, 14336), "qkv": (6144, 4096), "o": (4096, 4096), "head": (128256, 4096)}  # out, in
@@ -173,8 +174,9 @@ def main() -> int:
         return 1
     result: dict[str, Any] = {
         "kind": "library_algorithms",
+        "tree": tree_hash(),
         "device": {"name": torch.cuda.get_device_name()},
-        "command": " ".join(["python3", "benchmarks/gpu/library_algorithms.py", *sys.argv[1:]]),
+        "command": " ".join(["python3", "benchmarks/gpu/library_algorithms.py", *(Path(part).name for part in sys.argv[1:])]),
         "versions": {"torch": torch.__version__, "cublasLt": library.version},
         "products": [],
     }
